@@ -25,8 +25,10 @@ from .errors import (
 from .layouts.layout import parse_layout
 from .table.effects import Offload
 from .table.encoded import Transfers
-from .table.kinds import Action, Kind, Overlap, Placement
+from .table.kinds import Action, Kind, Overlap
+from .table.placement import Placement
 from .table.schedule import Schedule, check
+from .transforms.add_gathers import add_gathers
 from .transforms.add_transfers import add_recompute, add_transfers
 from .transforms.rewrites import merge_backward, split_backward
 from .transforms.spread import defer_last, spread_first, spread_last
@@ -93,6 +95,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Transfers",
+    "add_gathers",
     "add_recompute",
     "add_transfers",
     "check",

@@ -39,6 +39,7 @@ from .spmd.xla import features_of, options_for
 from .stage.setup import Clock
 from .steps import HELD, Cache, Call, Compiled, Executor, StepRunner, hide_beyond, key_of
 from .table.schedule import Schedule, check, named
+from .transforms.rewrites import remove_gathers
 
 
 class Pipeline:
@@ -113,7 +114,8 @@ class Pipeline:
         self.costs = costs
         sharding.check(self.mesh, schedule=named(schedule), devices=schedule.num_devices)
         self.functions, self.layout, cuts = staged(model, schedule, layout, memory.remat)
-        self.schedule = with_shares(schedule, costs, self.functions)
+        # Parameters are gathered once a step, whatever the table says.
+        self.schedule = with_shares(remove_gathers(schedule), costs, self.functions)
         self.partition = Partition(
             self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced
         )

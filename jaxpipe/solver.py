@@ -26,7 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 from .engine.bounds import JobShop, lower_bound, period_bound_of
 from .engine.costs import Costs
 from .engine.simulate import simulate
-from .table.kinds import Action, Placement
+from .table.kinds import Action
+from .table.placement import Placement
 from .table.schedule import Schedule
 
 try:

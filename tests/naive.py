@@ -247,6 +247,7 @@ def accepts(s: Schedule, transfers: Transfers = Transfers.RENDEZVOUS) -> bool:
         _is_whole(s)
         and _is_at_home(s)
         and _pairs_well(s)
+        and _gathers_well(s)
         and _sends_what_crosses(s)
         and _comes_to_its_end(s, transfers)
     )
@@ -268,7 +269,8 @@ def _is_whole(s: Schedule) -> bool:
         range(s.num_microbatches),
     )
     known = set(_actions(s, *COLLECTIVE))
-    if len(set(actions)) < len(actions) or not actions:
+    once = [a for a in actions if a.kind not in (Kind.U, Kind.D, Kind.X)]
+    if len(set(once)) < len(once) or not actions:
         return False
     if not all(
         a.microbatch in microbatches and a.stage in (devices if a in known else stages)
@@ -321,6 +323,42 @@ def _pairs_well(s: Schedule) -> bool:
         and (f.stage, f.microbatch) != (b.stage, b.microbatch)
         for f, b in pairs
     )
+
+
+def _gathers_well(s: Schedule) -> bool:
+    """In a table with U: what a stage does is between a U and a D of it; in one with X, or with U
+    and a backward, an X comes after what adds to a gradient.  Each has its run's first microbatch.
+    """
+    kinds = {a.kind for a in _actions(s)}
+    gathered = bool(kinds & {Kind.U, Kind.D})
+    backward = kinds & {Kind.B, Kind.I, Kind.W, Kind.R, Kind.G, Kind.H}
+    reduced = Kind.X in kinds or (Kind.U in kinds and bool(backward))
+    for device, row in enumerate(s.rows):
+        whole: dict[int, list[int]] = {}  # microbatches, the first that of the U
+        made: dict[int, list[int]] = {}
+        for stage, kind, m in (a for c in row for a in parts(c)):
+            if kind in (Kind.U, Kind.D, Kind.X) and device not in s.placement.devices_of[stage]:
+                return False
+            if kind is Kind.U:
+                if stage in whole:
+                    return False
+                whole[stage] = [m]
+            elif kind is Kind.D:
+                run = whole.pop(stage, [])
+                if len(run) < 2 or not run[0] == run[1] == m:
+                    return False
+            elif kind is Kind.X:
+                if made.pop(stage, [None])[0] != m:
+                    return False
+            elif gathered and kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W):
+                if stage not in whole:
+                    return False
+                whole[stage].append(m)
+            if kind in (Kind.B, Kind.W):
+                made.setdefault(stage, []).append(m)
+        if whole or (reduced and made):
+            return False
+    return True
 
 
 def _sends_what_crosses(s: Schedule) -> bool:

@@ -12,7 +12,8 @@ from itertools import product
 from hypothesis import settings, strategies as st
 
 from jaxpipe.table.encoded import Transfers
-from jaxpipe.table.kinds import COMPUTE, SHARES, Action, Cell, Kind, Overlap, Placement
+from jaxpipe.table.kinds import COMPUTE, SHARES, Action, Cell, Kind, Overlap
+from jaxpipe.table.placement import Placement
 from jaxpipe.table.schedule import Schedule
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from jaxpipe.table.kinds import (
+    BESIDE,
     COLLECTIVES,
     COMPUTE,
     KINDS,
@@ -19,10 +20,12 @@ from jaxpipe.table.kinds import (
     parts,
 )
 from jaxpipe.table.schedule import Schedule
+from jaxpipe.transforms.add_gathers import add_gathers
 from jaxpipe.transforms.add_transfers import add_recompute, add_transfers
 from jaxpipe.transforms.rewrites import (
     forward_only,
     merge_backward,
+    remove_gathers,
     remove_recompute,
     remove_spread,
     remove_transfers,
@@ -126,6 +129,8 @@ _BACKWARD = (Kind.B, Kind.I, Kind.W)
 CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("add_transfers", add_transfers, keeps(COMPUTE, whole=True)),
     Contract("remove_transfers", remove_transfers, keeps(COMPUTE, holds=COMPUTE, whole=True)),
+    Contract("add_gathers", add_gathers, keeps(_without(*BESIDE), whole=True)),
+    Contract("remove_gathers", remove_gathers, keeps(_without(*BESIDE), holds=_without(*BESIDE))),
     Contract("merge_backward", merge_backward, keeps(_without(*_BACKWARD), whole=True)),
     Contract(
         "merge_backward delayed",

@@ -24,7 +24,8 @@ from ..engine.costs import Cost, Costs
 from ..errors import MAX_TEXT, JaxpipeError, ScheduleError, quoted
 from ..schedules.registry import build, describe, names
 from ..table.encoded import Transfers
-from ..table.kinds import Placement, Release
+from ..table.kinds import Release
+from ..table.placement import Placement
 from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, marked_grid
 from ..table.text import csv_lines, drawn, in_columns, json_value
 

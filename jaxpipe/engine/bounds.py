@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from ..errors import MAX_COUNT, ScheduleError, quoted, typed
 from ..table.clock import EventLoop
-from ..table.kinds import COLLECTIVES, Action, Kind, Placement, Release, Value, makers
+from ..table.kinds import COLLECTIVES, Action, Kind, Release, Value, makers
+from ..table.placement import Placement
 from ..table.schedule import Objective
 from .costs import Costs, StageCosts
 from .simulate import Timeline

@@ -12,6 +12,7 @@ from ..table.kinds import KINDS, Kind, Release
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
+_NOTHING = ("buffer", "gather", "reduce", "parameters", "gradient")  # 0 where they are None
 MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 
@@ -20,7 +21,7 @@ class Costs:
     """Costs in any one unit of time (and of memory); each is a number, or a sequence with one entry
     per stage.
 
-    Whole numbers (up to 2**40) stay whole, so `makespan` of whole costs is an int.
+    Sharded numbers (up to 2**40) stay whole, so `makespan` of whole costs is an int.
 
     Args:
         forward: time of F.
@@ -47,6 +48,11 @@ class Costs:
             with: attention makes later slices longer.  All 1 where it is None.
         buffer: memory of the rows that a stage's slices append for one sequence, with their
             gradients, from its first forward to its last backward; 0 where it is None.
+        gather: time of U, on the device's link along the fsdp axis, beside its other actions; 0
+            where it is None.
+        reduce: the same of X.
+        parameters: memory of a stage's whole parameters, from its U to its D; 0 where it is None.
+        gradient: the same of its whole gradient, from its first B or W to its X.
         unit: what times are in, as `measure` says it: "seconds, measured on ..." or "seconds,
             estimated ..."; empty where any unit will do.
 
@@ -74,6 +80,10 @@ class Costs:
     last_weight_grad: Cost | None = None
     slice_factors: Cost | None = None
     buffer: Cost | None = None
+    gather: Cost | None = None
+    reduce: Cost | None = None
+    parameters: Cost | None = None
+    gradient: Cost | None = None
     unit: str = ""
 
     def __post_init__(self) -> None:
@@ -152,7 +162,7 @@ class Costs:
             "first": ones,
             "first_grad": ones,
             "last_weight_grad": tuple(time / 3 for time in last),
-            "buffer": (0,) * num_stages,
+            **dict.fromkeys(_NOTHING, (0,) * num_stages),
         }
         factors: Any = self.slice_factors
         if not isinstance(factors, tuple):
@@ -180,6 +190,10 @@ class StageCosts:
     first_grad: tuple[float, ...]
     last_weight_grad: tuple[float, ...]
     buffer: tuple[float, ...]
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
+    parameters: tuple[float, ...]
+    gradient: tuple[float, ...]
     slice_factors: tuple[float, ...] = ()
 
     def factor_of(self, microbatches: int, slices: int) -> list[float]:

@@ -35,8 +35,7 @@ class Steps:
 
 @typed()
 def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFERED) -> Steps:
-    """Run a table in lock-step, each action as soon as it can: compute, SEND and RECV take a step
-    each.
+    """Run a table in lock-step, each action as soon as it can: every action takes a step.
 
     A RECV may share a step with its SEND, but never precedes it (with RENDEZVOUS they always share
     it).  Without SEND and RECV in the table, an action comes at least one step after what it needs
@@ -58,6 +57,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     check(schedule, transfers=held)
     table = schedule.encoded
     loop = loop_of(table, Costs().for_stages(table.num_stages), held)
+    loop.device = table.device.tolist()  # not on a link beside it
     # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
     loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
     loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()

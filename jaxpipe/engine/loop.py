@@ -12,8 +12,9 @@ from itertools import chain
 import numpy as np
 
 from ..table.clock import EventLoop, Policy
-from ..table.encoded import Encoded, Transfers, encode
-from ..table.kinds import KINDS, Action, Cell, parts
+from ..table.encoded import Encoded, IntArray, Transfers, encode
+from ..table.gathered import runs_of
+from ..table.kinds import BESIDE, KINDS, LINKED, RECEIVES, TRANSFERS, Action, Cell, Sharded, parts
 from ..table.order import waiting
 from ..table.schedule import Schedule
 from .costs import StageCosts
@@ -23,7 +24,9 @@ def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.
     """The loop whose tasks are the actions of a table, by number.
 
     The forward half of an overlapped pair takes no time; the pair's time is its other half's.  A
-    collective action takes as long on every device as on the slowest.
+    collective action takes as long on every device as on the slowest.  U and X begin when the
+    actions before them in their row are done, and run one after the other on a link of their
+    device: that of device d is device P + d of the loop.
     """
     need, together = waiting(table, transfers)
     duration = action_durations(table, costs)
@@ -33,11 +36,22 @@ def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.
             for k in members:
                 duration[k] = longest
     if transfers is Transfers.RENDEZVOUS:
-        for i in np.flatnonzero(~table.is_compute).tolist():
+        for i in np.flatnonzero(table.of_kinds(TRANSFERS)).tolist():
             duration[i] = costs.transfer[int(table.stage[together[i][0]])]
     sender, free = need if table.has_transfers else table.producer, [0] * table.num_devices
     latency = np.array(costs.transfer)[table.stage[sender]]
-    loop = EventLoop((table.device, need, latency, duration), free, groups=together)
+    linked = np.flatnonzero(table.of_kinds(LINKED))
+    device = table.device.copy()
+    device[linked] += table.num_devices
+    loop = EventLoop((device, need, latency, duration), free, groups=together)
+    if len(linked):
+        loop.free *= 2
+        before = before_in_row(table).tolist()
+        for i in linked.tolist():
+            loop.need[i], loop.latency[i] = before[i], 0
+        gather = runs_of(table, Sharded.PARAMETERS).begin
+        waits = np.flatnonzero((gather >= 0) & ~table.of_kinds(BESIDE))
+        loop.also = dict(zip(waits.tolist(), gather[waits].tolist(), strict=True))
     loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
     # Alone, a device has all that it needs.
     hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
@@ -49,6 +63,30 @@ def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.
             loop.need[user] = collective.members[loop.device[user]]
             loop.latency[user] = hop[collective.stage]
     return loop
+
+
+def hold_transfers(
+    table: Encoded, transfers: Transfers, loop: EventLoop, costs: StageCosts
+) -> None:
+    """A RECV starts when its device reaches it and ends when its message has arrived, whether or
+    not the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
+    """
+    both, starts, ends = transfers is Transfers.RENDEZVOUS, loop.starts, loop.ends
+    held = np.flatnonzero(table.of_kinds(TRANSFERS if both else RECEIVES)).tolist()
+    before = before_in_row(table)
+    reached = {i: 0 if before[i] < 0 else ends[before[i]] for i in held}
+    for i, start in reached.items():
+        send = int(table.producer[i])
+        arrived = ends[i] if both else ends[send] + costs.transfer[table.stage[send]]
+        starts[i], ends[i] = start, max(ends[i], arrived)
+
+
+def before_in_row(table: Encoded) -> IntArray:
+    """Per action, the last one before it in its row that is not on the link; -1 for none."""
+    numbers = np.where(table.of_kinds(LINKED), -1, np.arange(table.num_actions))
+    last = np.maximum.accumulate(np.concatenate([[-1], numbers[:-1]]))
+    found: IntArray = np.where(last >= np.array(table.first)[table.device], last, -1)
+    return found
 
 
 class Insertion:

@@ -13,22 +13,32 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted, typed
-from ..table.clock import EventLoop
 from ..table.encoded import (
     Encoded,
     IntArray,
     SplitMemory,
     Transfers,
     activation_changes,
+    live,
     live_activations,
     row_peaks,
     split_peaks,
 )
-from ..table.kinds import RECEIVES, Action, Kind, Overlap, Value, makers
+from ..table.gathered import whole_changes
+from ..table.kinds import (
+    BESIDE,
+    LINKED,
+    Action,
+    Kind,
+    Overlap,
+    Sharded,
+    Value,
+    makers,
+)
 from ..table.schedule import Schedule, check
 from ..table.text import in_columns
 from .costs import Costs, StageCosts
-from .loop import action_durations, loop_of
+from .loop import action_durations, hold_transfers, loop_of
 
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
 _LONGEST_TURN = 32  # microbatches after which a steady state repeats
@@ -189,6 +199,20 @@ class Timeline:
         table = self.schedule.encoded
         return row_peaks(table, live_activations(table, self.costs.release))
 
+    @cached_property
+    def peak_parameters(self) -> tuple[int, ...]:
+        """Per device, the most stages whose parameters are gathered at once; zeros without U."""
+        return self._most_whole(Sharded.PARAMETERS)
+
+    @cached_property
+    def peak_gradients(self) -> tuple[int, ...]:
+        """Per device, the most stages whose gradients are whole at once; zeros without X."""
+        return self._most_whole(Sharded.GRADIENT)
+
+    def _most_whole(self, whole: Sharded) -> tuple[int, ...]:
+        table = self.schedule.encoded
+        return row_peaks(table, live(table, *whole_changes(table, whole)))
+
     @property
     def peak_offloaded(self) -> SplitMemory:
         """Per device, the most activations in its own memory and in its host's, of a pipeline with
@@ -208,8 +232,8 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """Per device, the most memory of activations and kept stage inputs at once, in the unit of
-        `costs.activation`.
+        """Per device, the most memory of activations, kept stage inputs, and parameters and
+        gradients that are whole from a U or to an X at once, in the unit of `costs.activation`.
         """
         memory = map(self.memory, range(self.schedule.num_devices))
         return tuple(max((held for _, held in steps), default=0) for steps in memory)
@@ -232,12 +256,17 @@ class Timeline:
             for sizes in (costs.activation, costs.checkpoint, costs.buffer)
         )
         taken = begins * activation + inputs * checkpoint + opens * buffer
-        return taken, ends * activation + closes * buffer
+        freed = ends * activation + closes * buffer
+        for what in Sharded:
+            gathered, dropped = whole_changes(table, what)
+            size = np.array(getattr(costs, what.value))[table.stage]
+            taken, freed = taken + gathered * size, freed + dropped * size
+        return taken, freed
 
     @typed()
     def memory(self, device: int) -> tuple[MemoryStep, ...]:
-        """Activation memory of a device over time, a step where it changes (what dies goes before
-        what begins).
+        """Memory of a device over time (see `peak_memory`), a step where it changes (what dies goes
+        before what begins).
         """
         table = self.schedule.encoded
         if not 0 <= device < table.num_devices:
@@ -247,8 +276,12 @@ class Timeline:
         taken, freed = self._changes
         changes = np.stack([taken[row], -freed[row]], axis=1).ravel()
         times = [*chain.from_iterable(zip(self.starts[row], self.ends[row], strict=True))]
-        held = np.cumsum(changes).tolist()
-        return tuple(MemoryStep(times[i], held[i]) for i in np.flatnonzero(changes).tolist())
+        # U and X begin and end beside the others
+        order = np.argsort(times, kind="stable")
+        held = np.cumsum(changes[order]).tolist()
+        return tuple(
+            MemoryStep(times[i], held[n]) for n, i in enumerate(order.tolist()) if changes[i]
+        )
 
     @typed()
     def over(self, planned: Timeline) -> Comparison:
@@ -284,22 +317,26 @@ class Timeline:
         # A posted RECV holds nothing up: its device may have gone on.
         is_posted = self.transfers is Transfers.ASYNC
         posted = set(table.receives.tolist()) if is_posted else set()
+        posted.update(np.flatnonzero(table.of_kinds(BESIDE) & ~table.of_kinds(LINKED)).tolist())
         first_half = {second: first for first, second in loop.second_half.items()}
-        last = max(np.flatnonzero(table.is_compute).tolist(), key=lambda i: ends[i])
+        timed = table.is_compute | table.of_kinds(LINKED)
+        last = max(np.flatnonzero(timed).tolist(), key=lambda i: ends[i])
         chain = [first_half.get(last, last)]
         while True:
             number = chain[-1]
             # What released it: the time, whether it is on the same device, and its number.
             found: list[tuple[float, bool, int]] = []
             for member in loop.groups.get(number, (number,)):
-                before = member - 1
-                while before in posted:
-                    before -= 1
-                if before >= table.first[loop.device[member]]:
+                row = range(member - 1, table.first[table.device[member]] - 1, -1)
+                own = (i for i in row if loop.device[i] == loop.device[member] and i not in posted)
+                if (before := next(own, -1)) >= 0:
                     found.append((ends[before], member == number, before))
             for half in {number, loop.second_half.get(number, number)}:
+                if (gather := loop.also.get(half, -1)) >= 0:
+                    found.append((ends[gather], False, gather))
                 if loop.need[half] >= 0:
-                    found.append((loop.ready(half), False, loop.need[half]))
+                    arrives = ends[loop.need[half]] + loop.latency[half]
+                    found.append((arrives, False, loop.need[half]))
             if not found:
                 return chain[::-1]
             released = max(found)[2]
@@ -413,6 +450,9 @@ def simulate(
     transfer comes before it (from the last stage's F to L, from the first stage's B to G) and after
     it (from L to the last stage's B, from E to the first stage's F).
 
+    U and X run on a link of their device, beside its other actions: they start when the action
+    before them in the row has ended, one after the other.  What uses parameters waits for their U.
+
     SEND and RECV take no time of their own, and the message leaves at the SEND.  `transfers` says
     who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
 
@@ -442,7 +482,7 @@ def simulate(
     loop = loop_of(table, times, transfers)
     loop.run(schedule.run_order(transfers).order)
     if table.has_transfers:
-        _hold_transfers(table, transfers, loop, times)
+        hold_transfers(table, transfers, loop, times)
     # The halves of an overlapped pair start and end together.
     halves = table.last_half.tolist()
     starts, ends = (tuple(map(each.__getitem__, halves)) for each in (loop.starts, loop.ends))
@@ -456,18 +496,3 @@ def simulate(
         )
         ScheduleError.refuse("the schedule needs too much memory", found)
     return timeline
-
-
-def _hold_transfers(
-    table: Encoded, transfers: Transfers, loop: EventLoop, costs: StageCosts
-) -> None:
-    """A RECV starts when its device reaches it and ends when its message has arrived, whether or
-    not the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
-    """
-    both, starts, ends = transfers is Transfers.RENDEZVOUS, loop.starts, loop.ends
-    held = np.flatnonzero(~table.is_compute if both else table.of_kinds(RECEIVES)).tolist()
-    reached = {i: 0 if i in table.first else ends[i - 1] for i in held}
-    for i, start in reached.items():
-        send = int(table.producer[i])
-        arrived = ends[i] if both else ends[send] + costs.transfer[table.stage[send]]
-        starts[i], ends[i] = start, max(ends[i], arrived)

@@ -25,7 +25,7 @@ from ..errors import (
     set_typed,
     typed,
 )
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from ..table.text import in_columns
 
 LETTERS = "EtmL"

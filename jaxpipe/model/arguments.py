@@ -32,7 +32,7 @@ from ..errors import PipelineError, ScheduleError, quoted
 from ..jaxprs.equations import ClosedJaxpr
 from ..jaxprs.flat import flatten
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from ..table.schedule import Schedule, named
 from ..transforms.spread import spread_first, spread_last
 from .batch import Positioned

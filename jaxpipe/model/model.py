@@ -16,7 +16,7 @@ from ..arrays import PyTree, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.effects import By
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux

@@ -19,7 +19,7 @@ from ..arrays import PyTree, array_faults, axis_faults, stacked
 from ..errors import PipelineError
 from ..jaxprs.entry import Entry
 from ..layouts.layout import Layout
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from .calls import LAYER_KEYWORDS, Function
 from .packed import Home, Packed, Places, Storing, TreeForm, alone, chunk_layout, masked
 

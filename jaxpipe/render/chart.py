@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 
 from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.kinds import KINDS, Action
+from ..table.kinds import BESIDE, KINDS, TRANSFERS, Action
 from ..table.text import microbatch_label
 
 Box: TypeAlias = tuple[float, float, float, float]  # x, y, width and height
@@ -24,6 +24,7 @@ class BarPart(enum.Enum):
     TOP = 1  # the forward of an overlapped pair
     BOTTOM = 2  # its backward
     STRIP = 3  # a transfer
+    LINK = 4  # what runs on a link beside the other actions
 
 
 class Bar(NamedTuple):
@@ -42,13 +43,20 @@ class Bar(NamedTuple):
         """The time that a bar takes."""
         return self.end - self.start
 
+    @property
+    def is_thin(self) -> bool:
+        """Whether it is too thin for a number."""
+        return self.part in (BarPart.STRIP, BarPart.LINK)
+
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Every action of the timeline, device by device, in the order of its row."""
     schedule, pairs = timeline.schedule, set(timeline.schedule.encoded.pairs.tolist())
     starts, ends, chunks = timeline.starts, timeline.ends, schedule.chunks.tolist()
     for i, (device, _, action) in enumerate(schedule.actions()):
-        part = BarPart.WHOLE if action.kind.is_compute else BarPart.STRIP
+        part = BarPart.STRIP if action.kind in TRANSFERS else BarPart.WHOLE
+        if action.kind in BESIDE:
+            part = BarPart.LINK
         if i in pairs:
             part = BarPart.TOP
         elif i - 1 in pairs:
@@ -136,8 +144,9 @@ class Chart:
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
-        """Every bar with a length."""
-        return tuple(bar for bar in bars_of(self.timeline) if bar.length > 0)
+        """Every bar with a length, each above those that it runs beside."""
+        bars = (bar for bar in bars_of(self.timeline) if bar.length > 0)
+        return tuple(sorted(bars, key=lambda bar: bar.part is BarPart.LINK))
 
     @property
     def top(self) -> float:
@@ -159,7 +168,7 @@ class Chart:
         """Pixels per unit of time."""
         if self.fixed_width is not None:
             return (self.fixed_width - self.left - self.right) / self.span
-        lengths = sorted(b.length for b in self.bars if b.part is not BarPart.STRIP)
+        lengths = sorted(b.length for b in self.bars if not b.is_thin)
         # A tenth of the bars may be too short for a number: one stage does not stretch a picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
         s = self.timeline.schedule
@@ -214,6 +223,7 @@ class Chart:
             BarPart.TOP: (0.0, half),
             BarPart.BOTTOM: (half, half),
             BarPart.STRIP: (self.row - 4, 4.0),
+            BarPart.LINK: (0.0, 5.0),
         }[bar.part]
         return self.x(bar.start), y + top, bar.length * self.unit, height
 
@@ -223,10 +233,10 @@ class Chart:
         schedule = self.timeline.schedule
         kinds = sorted({bar.action.kind for bar in self.bars})
         swatches: list[tuple[tuple[str, ...], str]] = []
-        for kind in (kind for kind in kinds if kind.is_compute):
+        for kind in (kind for kind in kinds if kind not in TRANSFERS):
             boxes = tuple(f"{kind.name}{shade}" for shade in range(self.shades))
             swatches.append((boxes, f"{kind.name}  {KINDS[kind].description}"))
-        if not all(kind.is_compute for kind in kinds):
+        if not set(kinds).isdisjoint(TRANSFERS):
             swatches.append((("transfer",), "transfer"))
         swatches.append((("idle",), "idle"))
         swatches += [(("memory",), "activations held")] if self.memory else []

@@ -26,8 +26,9 @@ _THREADS = {
     BarPart.TOP: 0,
     BarPart.BOTTOM: 1,
     BarPart.STRIP: 2,
+    BarPart.LINK: 3,
 }
-_THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
+_THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers", "gathers")
 
 
 @typed(JaxpipeError)

@@ -200,7 +200,7 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
     """The microbatch's number in each bar that has room for it."""
     sizes: dict[float, list[tuple[str, float, float, str]]] = defaultdict(list)
     for bar in chart.bars:
-        if bar.part is BarPart.STRIP:
+        if bar.is_thin:
             continue
         x, y, width, height = chart.box(bar)
         text = microbatch_label(bar.action.microbatch, chart.timeline.schedule.slices)

@@ -27,7 +27,8 @@ from ..engine.loop import loop_of
 from ..engine.simulate import simulate
 from ..table.clock import NEVER
 from ..table.encoded import encode
-from ..table.kinds import Action, Kind, Placement, Release
+from ..table.kinds import Action, Kind, Release
+from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced_rows
 from .loop import even_groups, in_chunks, in_groups, schedule_of

@@ -19,7 +19,7 @@ from ..engine.bounds import (
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import flipped, merge_backward, sliced
 from ._beam import improved

@@ -10,7 +10,8 @@ from itertools import count, zip_longest
 from typing import NamedTuple
 
 from ..errors import ScheduleError
-from ..table.kinds import Action, Cell, Kind, Overlap, Placement
+from ..table.kinds import Action, Cell, Kind, Overlap
+from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced
 

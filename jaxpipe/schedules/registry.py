@@ -20,7 +20,7 @@ from ..errors import (
     misfit,
     quoted,
 )
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from ..table.schedule import Objective, Schedule
 from ..transforms.rewrites import forward_only as only_forwards, sliced
 from ._list_scheduling import forward_order, shortest

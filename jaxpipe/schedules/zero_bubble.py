@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..table.kinds import Placement
+from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import (
     Instance,

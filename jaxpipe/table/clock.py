@@ -29,6 +29,7 @@ class EventLoop:
         groups: by number, the tasks that start together; the first one of a group books all of
             them.
         second_half: of the forward half of an overlapped pair, the other half, which comes next.
+        also: by number, a further task that it waits for.
         starts, ends: per task; `NEVER` while it has not run.
         free: per device, the end of its last task.
     """
@@ -50,13 +51,16 @@ class EventLoop:
         self.device, self.need, self.latency, self.duration = columns
         self.free, self.groups = list(free), groups or {}
         self.second_half: dict[int, int] = {}
+        self.also: dict[int, int] = {}
         self.starts: list[float] = [NEVER] * len(self.device)
         self.ends: list[float] = [NEVER] * len(self.device)
 
     def ready(self, number: int) -> float:
         """When the input of a task arrives; `NEVER` while its maker has not run."""
         need = self.need[number]
-        return 0 if need < 0 else self.ends[need] + self.latency[number]
+        arrives = 0 if need < 0 else self.ends[need] + self.latency[number]
+        also = self.also.get(number)
+        return arrives if also is None else max(arrives, self.ends[also])
 
     def begin(self, number: int) -> float:
         """When a task would start if it came next, with its pair or group."""
@@ -71,6 +75,7 @@ class EventLoop:
         """Book every task that the policy chooses, in its order."""
         device, need, latency, duration = self.device, self.need, self.latency, self.duration
         starts, ends, free, groups = self.starts, self.ends, self.free, self.groups
+        also = self.also
         for i in policy:
             if groups and i in groups:
                 self._run_group(i)
@@ -81,6 +86,8 @@ class EventLoop:
                 ready = ends[j] + latency[i]
                 if ready > start:
                     start = ready
+            if also and i in also:
+                start = max(start, ends[also[i]])
             starts[i] = start
             free[d] = ends[i] = start + duration[i]
 

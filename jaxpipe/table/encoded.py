@@ -363,11 +363,16 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
     the backward runs.
     """
     begins, dies, _ = activation_changes(table, release)
+    return live(table, begins, dies)
+
+
+def live(table: Encoded, begins: IntArray, dies: IntArray) -> IntArray:
+    """Per action, what its device holds while it runs, its own included."""
     held = np.concatenate([[0], np.cumsum(begins - dies)])
     first = np.array(table.first)  # of integers also without a row
     before_row = held[np.repeat(first[:-1], np.diff(first))]
-    live: IntArray = held[1:] + dies - before_row
-    return live
+    found: IntArray = held[1:] + dies - before_row
+    return found
 
 
 # A value leaves while the action after it runs, and is back when the action before its reader ends:

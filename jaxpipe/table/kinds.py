@@ -1,4 +1,4 @@
-"""Every kind of action, declared once, the cells of a table, and where stages are placed.
+"""Every kind of action, declared once, and the cells of a table.
 
 A declaration has the values that a kind needs, makes and releases, its cost, and its colours.  The
 parser, the checker, the simulator, the count of activations and the pictures read it.  They name a
@@ -13,13 +13,9 @@ dataclass.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from typing import NamedTuple, TypeAlias
-
-from ..errors import MAX_DEVICES, MAX_STAGES, ScheduleError, quoted, set_typed, typed
 
 # The colours of a kind's first and last chunk.
 Shades: TypeAlias = tuple[str, str]
@@ -45,10 +41,15 @@ class Kind(enum.IntEnum):
     # one device's share of the gradient of the parameters of a spread `last`, where its L leaves it
     # for later
     H = 12
+    # of a stage's parameters and gradients, where devices of the fsdp axis split them; the number
+    # behind it is that of the first action of its run, see `gathered.py`
+    U = 13  # gather ("unshard") the parameters
+    D = 14  # drop the gathered parameters
+    X = 15  # reduce the gradient into the split one, and drop the whole one
 
     @property
     def is_compute(self) -> bool:
-        """False for SEND and RECV."""
+        """False for SEND and RECV, and for U, D and X: they hold no device up."""
         return KINDS[self].is_compute
 
 
@@ -74,6 +75,15 @@ class Value(enum.Enum):
     STASH = "stash"  # values that W reads of its I
     # values that H reads of its L; of a device, where the others are of a stage
     SHARE_STASH = "stash of a share"
+
+
+class Sharded(enum.Enum):
+    """What the devices of an fsdp axis split, of a stage; one device has it whole while actions
+    need it.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENT = "gradient"
 
 
 class ModelEnd(NamedTuple):
@@ -114,6 +124,10 @@ class KindSpec:
             otherwise.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         shades: its colours on a light and on a dark page; None where it is drawn as a transfer.
+        uses: what it needs whole of its stage.
+        gathers: what it makes whole.
+        drops: what is no longer whole at its end.
+        in_csv: its name in torch's CSV, where that is another one; no number follows it there.
     """
 
     kind: Kind
@@ -130,11 +144,25 @@ class KindSpec:
     part_of: Kind | None = None
     cost: str | None = None
     shades: tuple[Shades, Shades] | None = None
+    uses: tuple[Sharded, ...] = ()
+    gathers: Sharded | None = None
+    drops: Sharded | None = None
+    in_csv: str = ""
+
+    @property
+    def is_transfer(self) -> bool:
+        """True for SEND and RECV."""
+        return self.sends is not None or self.receives is not None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it runs beside its device's other actions: U, D and X."""
+        return self.gathers is not None or self.drops is not None
 
     @property
     def is_compute(self) -> bool:
-        """False for SEND and RECV."""
-        return self.sends is None and self.receives is None
+        """Whether it takes time of its device."""
+        return not self.is_transfer and not self.is_beside
 
     @property
     def is_collective(self) -> bool:
@@ -164,6 +192,7 @@ KINDS = (
         makes=(Value.OUTPUT, Value.INPUT, Value.ACTIVATIONS),
         overlaps=True,
         cost="forward",
+        uses=(Sharded.PARAMETERS,),
         shades=(("#2563c9", "#a8caf7"), ("#2f6fdb", "#a3c6f5")),
     ),
     KindSpec(
@@ -176,6 +205,7 @@ KINDS = (
         releases=(Release.INPUT_GRAD, Release.WEIGHT_GRAD),
         overlaps=True,
         cost="backward",
+        uses=(Sharded.PARAMETERS, Sharded.GRADIENT),
         shades=(("#1f8a4c", "#a3ddb6"), ("#23924f", "#9ad8b0")),
     ),
     KindSpec(
@@ -188,6 +218,7 @@ KINDS = (
         releases=(Release.INPUT_GRAD,),
         overlaps=True,
         cost="input_grad",
+        uses=(Sharded.PARAMETERS,),
         shades=(("#c96a0c", "#fbd09a"), ("#cf7217", "#f6cc96")),
     ),
     KindSpec(
@@ -198,6 +229,7 @@ KINDS = (
         makes=(Value.WEIGHT_GRAD,),
         releases=(Release.WEIGHT_GRAD,),
         cost="weight_grad",
+        uses=(Sharded.PARAMETERS, Sharded.GRADIENT),
         shades=(("#7a4cb8", "#d8c5f0"), ("#8654c4", "#d0baee")),
     ),
     KindSpec(kind=Kind.SEND_F, direction=Pass.FORWARD, sends=Value.OUTPUT),
@@ -211,6 +243,7 @@ KINDS = (
         reads=(Value.INPUT,),
         makes=(Value.ACTIVATIONS,),
         cost="recompute",
+        uses=(Sharded.PARAMETERS,),
         shades=(("#c9a800", "#efe27a"), ("#c4a60c", "#e8da78")),
     ),
     KindSpec(
@@ -247,6 +280,31 @@ KINDS = (
         cost="last_weight_grad",
         shades=(("#6b1f47", "#d690b3"), ("#8f3a66", "#d58fb2")),
     ),
+    KindSpec(
+        kind=Kind.U,
+        description="gather of parameters",
+        direction=Pass.FORWARD,
+        gathers=Sharded.PARAMETERS,
+        in_csv="UNSHARD",
+        cost="gather",
+        shades=(("#3a4a8c", "#b4bee6"), ("#5668b4", "#aab6e2")),
+    ),
+    KindSpec(
+        kind=Kind.D,
+        description="drop of gathered parameters",
+        direction=Pass.FORWARD,
+        drops=Sharded.PARAMETERS,
+        in_csv="RESHARD",
+    ),
+    KindSpec(
+        kind=Kind.X,
+        description="reduction of gradients",
+        direction=Pass.BACKWARD,
+        drops=Sharded.GRADIENT,
+        in_csv="REDUCE_GRAD",
+        cost="reduce",
+        shades=(("#4a5a2a", "#c6d3a4"), ("#66793c", "#bdcb98")),
+    ),
 )
 
 
@@ -273,6 +331,21 @@ def readers(value: Value) -> tuple[Kind, ...]:
     return kinds_where(lambda spec: value in spec.reads)
 
 
+def gatherers(what: Sharded) -> tuple[Kind, ...]:
+    """The kinds that make it whole; none for a gradient, which is whole from its first use on."""
+    return kinds_where(lambda spec: spec.gathers is what)
+
+
+def users(what: Sharded) -> tuple[Kind, ...]:
+    """The kinds that need it whole."""
+    return kinds_where(lambda spec: what in spec.uses)
+
+
+def droppers(what: Sharded) -> tuple[Kind, ...]:
+    """The kinds after which it is split again."""
+    return kinds_where(lambda spec: spec.drops is what)
+
+
 class Message(NamedTuple):
     """The way of a value to the neighbour stage: the kinds that need it there, and the SEND and
     RECV between devices.
@@ -292,7 +365,11 @@ def _message(value: Value) -> Message:
 
 KIND_NAMES = tuple(kind.name for kind in Kind)
 COMPUTE = kinds_where(lambda spec: spec.is_compute)
-TRANSFERS = kinds_where(lambda spec: not spec.is_compute)
+TRANSFERS = kinds_where(lambda spec: spec.is_transfer)
+# What runs beside the other actions of its device.
+BESIDE = kinds_where(lambda spec: spec.is_beside)
+# Of those, what takes time on its device's link along the fsdp axis.
+LINKED = kinds_where(lambda spec: spec.is_beside and spec.cost)
 # What only a table with a backward pass computes.
 BACKWARDS = kinds_where(lambda s: s.is_compute and s.direction is Pass.BACKWARD)
 RECOMPUTE = readers(Value.INPUT)
@@ -352,125 +429,3 @@ def parts(cell: Cell) -> tuple[Action, ...]:
     if isinstance(cell, Overlap):
         return tuple(cell)
     return (cell,)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Stage -> device(s).  `devices_of[s]` is a tuple: one device, or two in a bidirectional
-    pipeline.
-
-    >>> Placement.loop(devices=2, chunks=2).stage_to_device
-    (0, 1, 0, 1)
-    >>> Placement.vee(devices=2).stage_to_device
-    (0, 1, 1, 0)
-    """
-
-    devices_of: tuple[tuple[int, ...], ...]
-    num_devices: int
-
-    def __post_init__(self) -> None:
-        """ScheduleError for a value of another type, or one that is far too large.  `check` finds
-        devices that do not exist.
-        """
-        set_typed(self, ScheduleError)
-        devices = self.num_devices
-        _require_size(devices, len(self.devices_of) // max(1, devices))
-
-    @classmethod
-    @typed()
-    def loop(cls, *, devices: int, chunks: int = 1) -> Placement:
-        """Stage s on device s mod P (Megatron's interleaving, Narayanan et al. 2021, figure 4)."""
-        _require_size(devices, chunks)
-        return cls(tuple((s % devices,) for s in range(devices * chunks)), devices)
-
-    @classmethod
-    @typed()
-    def vee(cls, *, devices: int, chunks: int = 2) -> Placement:
-        """Up the devices with the first chunk, down with the second, and so on (ZB-V, Qi et al.
-        2024, figure 5).
-        """
-        _require_size(devices, chunks)
-        up = tuple((d,) for d in range(devices))
-        legs = (up if v % 2 == 0 else up[::-1] for v in range(chunks))
-        return cls(tuple(chain.from_iterable(legs)), devices)
-
-    @classmethod
-    @typed()
-    def bidirectional(cls, *, devices: int) -> Placement:
-        """Stage s on devices s and P - 1 - s (DualPipe, DeepSeek-V3, figure 5)."""
-        _require_size(devices, 1)
-        return cls(tuple((s, devices - 1 - s) for s in range(devices)), devices)
-
-    @classmethod
-    @typed()
-    def explicit(
-        cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None
-    ) -> Placement:
-        """Any map from stage to device; an entry is a device or a sequence of them.  ScheduleError
-        on a negative or missing device.
-        """
-        entries = tuple((e,) if isinstance(e, int) else tuple(e) for e in stage_to_device)
-        bad = [stage for stage, each in enumerate(entries) if not each or min(each) < 0]
-        if bad:
-            why = "have no device, or a negative one; give every stage a device >= 0"
-            raise ScheduleError(f"stages {quoted(bad)} {why}")
-        highest = max(chain.from_iterable(entries), default=-1)
-        count = 1 + highest if devices is None else devices
-        most = max(count, 1 + highest)
-        _require_size(most, len(entries) // max(1, most))
-        if highest >= count:
-            where = f"a stage is placed on device {quoted(highest)}"
-            raise ScheduleError(f"{where}, but there are only {count} devices")
-        return cls(entries, count)
-
-    @property
-    def num_stages(self) -> int:
-        """S, the number of stages."""
-        return len(self.devices_of)
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """True where some stage is on more than one device."""
-        return any(len(e) > 1 for e in self.devices_of)
-
-    @property
-    def stage_to_device(self) -> tuple[int | tuple[int, ...], ...]:
-        """Per stage, its device; a tuple of devices for a stage that is on several."""
-        return tuple(e[0] if len(e) == 1 else e for e in self.devices_of)
-
-    @cached_property
-    def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """Per device, its stages in chunk order.
-
-        Chunk order is model order, but in a bidirectional placement the stage that lists the device
-        first comes first.
-        """
-        table: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
-        for stage, devices in enumerate(self.devices_of):
-            for rank, device in enumerate(devices):
-                if 0 <= device < self.num_devices and device not in devices[:rank]:
-                    table[device].append((rank, stage))
-        return tuple(tuple(stage for _, stage in sorted(row)) for row in table)
-
-    @property
-    def num_chunks(self) -> int:
-        """V, the largest number of stages on one device."""
-        return max((len(row) for row in self.stages_of), default=0)
-
-    @typed()
-    def chunk_of(self, stage: int, device: int) -> int:
-        """The chunk number that `stage` has on `device`; ScheduleError if it is not there."""
-        if not 0 <= device < self.num_devices or stage not in self.stages_of[device]:
-            where = f"stage {quoted(stage)} is not on device {quoted(device)}"
-            raise ScheduleError(where)
-        return self.stages_of[device].index(stage)
-
-
-def _require_size(devices: int, chunks: int) -> None:
-    """ScheduleError for fewer devices than none, or for far too many stages."""
-    sizes = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
-    if devices < 0:
-        raise ScheduleError(f"devices={quoted(devices)} must be 0 or more")
-    if devices > MAX_DEVICES or max(1, devices) * chunks > MAX_STAGES:
-        most = f"a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages"
-        raise ScheduleError(f"{sizes} are too many; {most}")

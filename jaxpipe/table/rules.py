@@ -9,24 +9,31 @@ import numpy as np
 
 from ..errors import Violation, quoted
 from .encoded import BoolArray, Encoded, IntArray, Transfers, live_activations
+from .gathered import run_numbers, runs_of
 from .kinds import (
     BACKWARD_HALVES,
     BACKWARDS,
+    BESIDE,
     FORWARD_HALVES,
     KEPT,
     KINDS,
     MESSAGES,
     SHARES,
     SPREAD_FIRST,
+    TRANSFERS,
     Kind,
-    Placement,
     Release,
+    Sharded,
     Value,
+    droppers,
+    gatherers,
     kinds_where,
     makers,
     readers,
+    users,
 )
 from .order import RunOrder, Wait
+from .placement import Placement
 
 
 class Broken(NamedTuple):
@@ -40,7 +47,7 @@ class Broken(NamedTuple):
 
 def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
     """Every violation of the rules that look at the table alone: range, duplicate, completeness,
-    placement, order, slice, reverse, overlap, transfer.
+    placement, order, slice, reverse, overlap, transfer, gather, reduce.
     """
     if table.too_sparse:
         return (_violation(table, "completeness", _too_sparse(table)),)
@@ -78,8 +85,9 @@ def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
 
 
 def _duplicate(table: Encoded, _: Placement) -> Iterator[Broken]:
-    """No action occurs twice."""
-    for i in np.flatnonzero(table.in_range & ~_is_first(table)).tolist():
+    """No action occurs twice (two runs of a stage may begin with the same microbatch)."""
+    once = table.in_range & ~table.of_kinds(BESIDE)
+    for i in np.flatnonzero(once & ~_is_first(table)).tolist():
         original = int(table.at[table.kind[i], table.stage[i], table.microbatch[i]])
         device, position = table.cell_of(original)
         where = f"is already on device {device} at position {position}"
@@ -152,7 +160,7 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
             limits = f"devices go from 0 to {rows - 1}"
             yield Broken(f"stage {stage} is placed on {list(devices)}; {limits}")
     # The rule of transfers says where a transfer belongs.
-    known = table.in_range & table.is_compute
+    known = table.in_range & ~table.of_kinds(TRANSFERS)
     shares, others = known & table.shares, known & ~table.shares
     for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():
         yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), [i])
@@ -276,10 +284,75 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
             order = (found, ends) if kind is message.send else (ends, found)
             yield from _in_turn(table, *order)
             needed[found[found >= 0]] = True
-    spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
+    spare = ~needed & table.of_kinds(TRANSFERS) & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"
     for i in np.flatnonzero(spare).tolist():
         yield Broken(f"{table.text(i)} is not needed: {why}", [i])
+
+
+_ADD = "jaxpipe.add_gathers adds U, D and X"
+
+
+def _gather(table: Encoded, _: Placement) -> Iterator[Broken]:
+    """In a table with U or D: each action of a stage runs between a U of its stage and a D; each U
+    has a use and a D, each D a U.
+    """
+    what = Sharded.PARAMETERS
+    uses, gathers, drops = map(table.of_kinds, (users(what), gatherers(what), droppers(what)))
+    if not (gathers | drops).any():
+        return
+    runs = runs_of(table, what)
+    for i in np.flatnonzero(uses & (runs.begin < 0)).tolist():
+        yield Broken(f"{_at(table, i)} where its stage is not gathered; {_ADD}", [i])
+    for i in np.flatnonzero(drops & (runs.begin < 0)).tolist():
+        yield Broken(f"{_at(table, i)}, but no U before it gathers its stage", [i])
+    for i in np.flatnonzero(gathers & (runs.end < 0)).tolist():
+        put = "put a D after the last action that needs it, before its stage's next U"
+        yield Broken(f"{_at(table, i)}, and no D drops what it gathers; {put}", [i])
+    for i in np.flatnonzero(gathers & (runs.end >= 0) & (runs.number < 0)).tolist():
+        yield Broken(f"{_at(table, i)}, but nothing uses what it gathers", [i])
+    yield from _misnamed(table, gathers | drops)
+
+
+def _reduce(table: Encoded, _: Placement) -> Iterator[Broken]:
+    """In a table with X, or with U and a backward: an X comes after each B and W of its stage, and
+    each X has something to reduce.
+    """
+    what = Sharded.GRADIENT
+    reduces = table.of_kinds(droppers(what))
+    gathers = table.of_kinds(gatherers(Sharded.PARAMETERS))
+    if not reduces.any() and (table.forward_only or not gathers.any()):
+        return
+    runs = runs_of(table, what)
+    home = list(zip(table.device.tolist(), table.stage.tolist(), strict=True))
+    last = {home[i]: i for i in np.flatnonzero(reduces).tolist()}
+    begins = runs.begin == np.arange(table.num_actions)
+    for i in np.flatnonzero(begins & (runs.end < 0)).tolist():
+        x = last.get(home[i])
+        if x is None:
+            yield Broken(f"{_at(table, i)}, and no X reduces its gradient; {_ADD}", [i])
+        else:
+            adds = f"adds to a gradient that {table.text(x)} has reduced and dropped"
+            yield Broken(f"{_at(table, i)} and {adds}; put the X after it", [i, x])
+    for i in np.flatnonzero(reduces & (runs.begin < 0)).tolist():
+        why = "no B or W of its stage has made a gradient since the X before"
+        yield Broken(f"{_at(table, i)}, but {why}", [i])
+    yield from _misnamed(table, reduces)
+
+
+def _at(table: Encoded, number: int) -> str:
+    device, position = table.cell_of(number)
+    return f"{table.text(number)} runs on device {device} at position {position}"
+
+
+def _misnamed(table: Encoded, those: BoolArray) -> Iterator[Broken]:
+    """Those actions with another number than that of their run's first microbatch."""
+    numbers = run_numbers(table)
+    wrong = those & (numbers >= 0) & (numbers != table.microbatch)
+    for i in np.flatnonzero(wrong).tolist():
+        name = table.action(i)._replace(microbatch=int(numbers[i]))
+        begins = f"its run begins with microbatch {numbers[i]}"
+        yield Broken(f"{_at(table, i)}, but {begins}; write {name}", [i])
 
 
 def _is_first(table: Encoded) -> BoolArray:
@@ -299,6 +372,8 @@ _RULES: dict[str, Callable[[Encoded, Placement], Iterator[Broken]]] = {
     "reverse": _reverse,
     "overlap": _overlap,
     "transfer": _transfer,
+    "gather": _gather,
+    "reduce": _reduce,
 }
 
 # Under which transfers a table deadlocks; nothing where it always does.

@@ -14,10 +14,13 @@ import numpy as np
 
 from ..errors import MAX_COUNT, ScheduleError, Violation, listed, quoted, set_typed, typed
 from .encoded import Encoded, IntArray, Transfers, encode
-from .kinds import SHARES, Action, Cell, Placement, Release, Row, parts
+from .gathered import run_numbers
+from .kinds import SHARES, Action, Cell, Release, Row, parts
 from .order import RunOrder, run_order
+from .placement import Placement
 from .rules import broken_rules, deadlocks, over_cap
 from .text import (
+    UNNUMBERED,
     grid,
     plain_rows,
     rows_from_csv,
@@ -167,17 +170,17 @@ class Schedule:
 
         The CSV is torch's, so it does not hold the number of slices: `slices` gives it.
 
-        Reads compute-only and compute-and-transfer tables; torch's UNSHARD, RESHARD and REDUCE_GRAD
-        are left out. ScheduleError lists every cell that is not an action, with its line and
-        column.
+        Reads compute-only and compute-and-transfer tables.  torch's UNSHARD, RESHARD and
+        REDUCE_GRAD, which have no number, are U, D and X with that of their run. ScheduleError
+        lists every cell that is not an action, with its line and column.
         """
-        return cls.from_rows(rows_from_csv(text), name=name, slices=slices)
+        return numbered(cls.from_rows(rows_from_csv(text), name=name, slices=slices))
 
     def to_csv(self) -> str:
         """Write torch's CSV: one line per device, one action per cell, an empty cell where idle.
 
         A table with R or L is written too, but torch's reader knows neither (`remove_recompute` and
-        `remove_spread` take them out).
+        `remove_spread` take them out).  U, D and X are UNSHARD, RESHARD and REDUCE_GRAD there.
         """
         return rows_to_csv(self.rows)
 
@@ -317,7 +320,22 @@ def json_table(
     placement = Placement.explicit(stage_to_device, devices=num_devices)
     slices = 1 if slices is None else slices
     cells = plain_rows(rows_from_json(rows))
-    return Schedule(cells, placement, num_microbatches, name or "", slices=slices)
+    return numbered(Schedule(cells, placement, num_microbatches, name or "", slices=slices))
+
+
+def numbered(schedule: Schedule) -> Schedule:
+    """The table with the numbers of their runs for each U, D and X that has none yet (0 for a run
+    without an action).
+    """
+    table = schedule.encoded
+    if (table.microbatch != UNNUMBERED).all():
+        return schedule
+    numbers, rows = run_numbers(table), list(map(list, schedule.rows))
+    for i in np.flatnonzero(table.microbatch == UNNUMBERED).tolist():
+        device, position = table.cell_of(i)
+        number = max(0, int(numbers[i]))
+        rows[device][position] = table.action(i)._replace(microbatch=number)
+    return schedule.with_rows(rows)
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:
@@ -357,11 +375,14 @@ def check(
     `.violations`.
 
     The rules are named range, duplicate, completeness, placement, order, slice, reverse, overlap,
-    transfer, deadlock and memory.  The error shows the grid with the cells marked
+    transfer, gather, reduce, deadlock and memory.  The error shows the grid with the cells marked
     `<-- ERROR HERE`; a deadlock is shown as the cycle of devices that wait for each other.
 
     With several slices a sequence, forwards of a sequence run in the order of its slices on every
     stage (slice), and backwards in reverse order (reverse).
+
+    In a table with U, every F, B, I, W and R runs between a U of its stage and the D of that one
+    (gather), and in a table with U or X, an X comes after each B and W of its stage (reduce).
 
     Args:
         schedule: the table, with or without SEND and RECV.

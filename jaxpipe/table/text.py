@@ -31,10 +31,9 @@ from .clock import EventLoop
 from .encoded import NUM_KINDS, Encoded, Transfers, encode
 from .kinds import (
     BACKWARD_HALVES,
-    COMPUTE,
     FORWARD_HALVES,
     KIND_NAMES,
-    TRANSFERS,
+    KINDS,
     Action,
     Cell,
     Kind,
@@ -54,11 +53,12 @@ _REACH = 8  # columns that are drawn on each side of marks
 _CELL_TYPES = {Action, Overlap, type(None)}
 _LARGEST = 2**63  # of numpy's whole numbers
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
-# Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction
-# of gradients.
 _ANY_ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
 _SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
-_OF_PARAMETERS = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
+# The names of U, D and X in torch's CSV, where no number follows them.
+_NAMED = {spec.in_csv: spec.kind for spec in KINDS if spec.in_csv}
+_WITHOUT_NUMBER = re.compile(rf"{_NUMBER}({'|'.join(_NAMED)})")
+UNNUMBERED = -1
 
 
 def parse_action(text: str) -> Action:
@@ -110,8 +110,7 @@ def _why_not(text: str) -> str:
     if len(stage) > MAX_DIGITS:
         return f"the stage number has {len(stage):,} digits, of {MAX_DIGITS} at most"
     if not kind:
-        kinds = " ".join(kind.name for kind in (*COMPUTE, *TRANSFERS))
-        return f"character {len(stage) + 1} must start a kind ({kinds})"
+        return f"character {len(stage) + 1} must start a kind ({' '.join(KIND_NAMES)})"
     if not microbatch:
         return f"character {match.end() + 1} must start the microbatch number"
     if len(microbatch) > MAX_DIGITS:
@@ -124,15 +123,12 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
     """Read one line per device, one action per cell, an empty cell where idle (an empty line is a
     device without actions).
 
-    Reads compute-only and compute-and-transfer tables, also those that torch 2.13 writes: their
-    actions UNSHARD, RESHARD and REDUCE_GRAD are left out.  ScheduleError lists every cell that is
-    not an action (reading stops after a thousand).
+    Reads compute-only and compute-and-transfer tables, also those that torch 2.13 writes: a U, D or
+    X has its name UNSHARD, RESHARD or REDUCE_GRAD there, and the number `UNNUMBERED` here.
+    ScheduleError lists every cell that is not an action (reading stops after a thousand).
     """
     bad: list[Violation] = []
-    lines = (
-        [(i, cell) for i, cell in enumerate(line) if not _OF_PARAMETERS.fullmatch(cell)]
-        for line in csv_lines(text)
-    )
+    lines = map(list, map(enumerate, csv_lines(text)))
     rows = _rows(lines, bad, lambda d, c: f"line {d + 1}, column {c + 1}")
     _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
     if not any(map(any, rows)):
@@ -182,8 +178,13 @@ def csv_lines(text: str) -> Iterator[list[str]]:
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
     """Write one line per device, one action per cell, an empty cell where idle."""
-    lines = (",".join("" if c is None else str(c) for c in row) for row in rows)
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{','.join(map(_in_csv, row))}\n" for row in rows)
+
+
+def _in_csv(cell: Cell) -> str:
+    if isinstance(cell, Action) and (name := KINDS[cell.kind].in_csv):
+        return f"{cell.stage}{name}"
+    return "" if cell is None else str(cell)
 
 
 def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
@@ -257,7 +258,9 @@ def _rows(
         rows.append([])
         for column, text in texts:
             try:
-                rows[-1].append(parse_cell(text) if text else None)
+                match = _WITHOUT_NUMBER.fullmatch(text.strip())
+                unnumbered = match and Action(int(match[1]), _NAMED[match[2]], UNNUMBERED)
+                rows[-1].append(unnumbered or (parse_cell(text) if text else None))
             except ParseError as error:
                 message = f"{place(device, column)}: {error}"
                 bad.append(Violation("parse", message, device, column))

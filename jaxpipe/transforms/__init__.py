@@ -1,9 +1,10 @@
-"""Table -> table, valid in and valid out: transfers or recomputation added, backwards split or
-merged, forwards alone.
+"""Table -> table, valid in and valid out: transfers, gathers or recomputation added, backwards
+split or merged, forwards alone.
 """
 
-from .rewrites import remove_recompute, remove_spread, remove_transfers
+from .add_gathers import Reduce
+from .rewrites import remove_gathers, remove_recompute, remove_spread, remove_transfers
 
-__all__ = ["remove_recompute", "remove_spread", "remove_transfers"]
+__all__ = ["Reduce", "remove_gathers", "remove_recompute", "remove_spread", "remove_transfers"]
 
 IMPORTS = ("engine", "errors", "table")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ScheduleError, typed
 from ..table.kinds import (
+    BESIDE,
     KINDS,
     RECOMPUTE,
     SHARES,
@@ -40,6 +41,20 @@ def remove_transfers(schedule: Schedule) -> Schedule:
 
 
 @typed()
+def remove_gathers(schedule: Schedule) -> Schedule:
+    """The table without U, D and X, everything else as it is: all parameters are whole during the
+    step.
+
+    >>> import jaxpipe as jp
+    >>> print(remove_gathers(jp.Schedule.from_csv("0UNSHARD,0F0,0RESHARD")).to_csv(), end="")
+    0F0
+    """
+    if schedule.encoded.kinds.isdisjoint(BESIDE):
+        return schedule
+    return _without(schedule, BESIDE)
+
+
+@typed()
 def remove_recompute(schedule: Schedule) -> Schedule:
     """The table without R, everything else as it is: every F keeps its activations.
 
@@ -47,6 +62,8 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
     0F0,0F1,0B0,0B1
     """
+    if schedule.encoded.recomputes:
+        refuse_gathers(schedule, "take R out without them, since R may begin a run")
     return _without(schedule, RECOMPUTE)
 
 
@@ -81,11 +98,22 @@ def _without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
 
 
 def refuse_transfers(schedule: Schedule, how: str) -> None:
-    """ScheduleError for a table with SEND and RECV; `how` says what to do without them."""
+    """ScheduleError for a table with SEND and RECV, or with U, D and X; `how` says what to do
+    without them.
+    """
     if schedule.has_transfers:
         raise ScheduleError(
             f"the table has SEND and RECV; {how} "
             "(jaxpipe.transforms.remove_transfers takes them out)"
+        )
+    refuse_gathers(schedule, how)
+
+
+def refuse_gathers(schedule: Schedule, how: str) -> None:
+    """ScheduleError for a table with U, D and X; `how` says what to do without them."""
+    if not schedule.encoded.kinds.isdisjoint(BESIDE):
+        raise ScheduleError(
+            f"the table has U, D or X; {how} (jaxpipe.transforms.remove_gathers takes them out)"
         )
 
 
@@ -168,6 +196,8 @@ def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
     >>> print(merge_backward(late, delayed=True).to_csv(), end="")
     0F0,0F1,0B0,0B1
     """
+    if delayed:
+        refuse_gathers(schedule, "merge without them, since W may be the only one of its run")
     passes: set[tuple[int, int]] = set()
     busy = without_kinds(schedule, ())
     for row in busy.rows:

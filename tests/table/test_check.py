@@ -34,7 +34,14 @@ PAIRED = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
 AGAIN = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1B1\n"
 SPREAD = "0F0,0F1,0L0,0B0,0L1,0B1\n1F0,1L0,1B0,1F1,1L1,1B1\n"
 ENDS = "0E0,0F0,0L0,0E1,0B0,0F1,0L1,0G0,0B1,0G1\n1E0,1F0,1L0,1E1,1B0,1F1,1L1,1G0,1B1,1G1\n"
+GATHERED = (
+    "0UNSHARD,0F0,0RESHARD,2UNSHARD,2F0,2B0,2REDUCE_GRAD,2RESHARD,0UNSHARD,0I0,0W0,0REDUCE_GRAD,"
+    "0RESHARD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD,1RESHARD\n"
+)
 GOOD = {
+    "gathered": GATHERED,
+    "reduced alone": "0F0,0B0,0REDUCE_GRAD,0F1,0B1,0REDUCE_GRAD\n",
+    "gathered forwards": "0UNSHARD,0F0,0F1,0RESHARD\n",
     "spread": SPREAD,
     "both ends spread": ENDS,
     "again": AGAIN,
@@ -219,6 +226,37 @@ MUTATIONS = {
         move((0, 4), (0, 1)),
         {"deadlock"},
         (0, 1),
+    ),
+    "gather: no U before an F": (GATHERED, drop(1, 0), {"gather"}, (1, 0)),
+    "gather: no U before an I": (GATHERED, drop(0, 8), {"gather"}, (0, 8)),
+    "gather: a W after the D": (GATHERED, move((0, 10), (0, 12)), {"gather", "reduce"}, (0, 12)),
+    "gather: a B after the D": (GATHERED, move((0, 5), (0, 7)), {"gather", "reduce"}, (0, 7)),
+    "gather: a U twice": (GATHERED, insert(1, 1, "1U0"), {"gather"}, (1, 0)),
+    "gather: no D": (GATHERED, drop(0, 12), {"gather"}, (0, 8)),
+    "gather: a D twice": (GATHERED, insert(0, 13, "0D0"), {"gather"}, (0, 13)),
+    "gather: a U that nothing uses": (
+        GATHERED,
+        lambda rows: rows[0].extend(map(jp.table.parse_action, ("2U0", "2D0"))),
+        {"gather"},
+        (0, 13),
+    ),
+    "gather: the number of another run": (
+        "0U0,0F0,0F1,0D0\n",
+        put(0, 0, "0U1"),
+        {"gather"},
+        (0, 0),
+    ),
+    "placement: a U elsewhere": (GATHERED, move((1, 0), (0, 1)), {"placement", "gather"}, (0, 1)),
+    "range: a U too high": (GATHERED, put(1, 0, "1U1"), {"range", "gather"}, (1, 0)),
+    "reduce: no X": (GATHERED, drop(0, 11), {"reduce"}, (0, 10)),
+    "reduce: X before the last W": (GATHERED, swap(0, 10, 11), {"reduce"}, (0, 11)),
+    "reduce: X before the only B": (GATHERED, swap(1, 2, 3), {"reduce"}, (1, 3)),
+    "reduce: X twice": (GATHERED, insert(1, 5, "1X0"), {"reduce"}, (1, 5)),
+    "reduce: the number of another run": (
+        "0F0,0F1,0B0,0B1,0X0\n",
+        put(0, 4, "0X1"),
+        {"reduce"},
+        (0, 4),
     ),
     "completeness: an E is missing": (ENDS, drop(1, 0), {"completeness"}, (0, 0)),
     "completeness: no G at all": (ENDS, keep("EFLB"), {"completeness"}, (0, 0)),

@@ -32,7 +32,8 @@ def table_for(name, rng):
         return jp.spread_first(jp.spread_last(schedule)) if name == "remove_spread" else schedule
     if name == "add_recompute" and schedule.forward_only:
         return jp.schedules.build("1f1b", devices=2, microbatches=3)
-    return jp.add_transfers(schedule) if name == "remove_transfers" else schedule
+    made = {"remove_transfers": jp.add_transfers, "remove_gathers": jp.add_gathers}
+    return made[name](schedule) if name in made else schedule
 
 
 @pytest.mark.parametrize("contract", CONTRACTS, ids=str)
@@ -46,6 +47,7 @@ def test_a_transform_that_drops_or_swaps_an_action_is_found(contract):
     before = jp.schedules.build("zb_h1", devices=3, microbatches=4)
     made = {"remove_transfers": jp.add_transfers, "remove_recompute": jp.add_recompute}
     made |= {
+        "remove_gathers": jp.add_gathers,
         "remove_spread": jp.spread_last,
         "spread_first": jp.spread_last,
         "defer_last": jp.spread_last,

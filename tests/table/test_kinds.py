@@ -15,9 +15,11 @@ from jaxpipe import Kind
 from jaxpipe.engine.costs import StageCosts
 from jaxpipe.render.svg import DARK, LIGHT
 from jaxpipe.table.kinds import (
+    BESIDE,
     COMPUTE,
     KEPT,
     KINDS,
+    LINKED,
     MESSAGES,
     TRANSFERS,
     kinds_where,
@@ -30,7 +32,7 @@ PACKAGE = Path(jp.__file__).parent
 
 def test_each_kind_is_declared_at_its_number():
     assert [spec.kind for spec in KINDS] == list(Kind)
-    assert sorted(COMPUTE + TRANSFERS) == list(Kind)
+    assert sorted(COMPUTE + TRANSFERS + BESIDE) == list(Kind)
 
 
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
@@ -55,15 +57,16 @@ def test_what_is_read_is_made_and_what_travels_has_its_transfers():
         assert message.value not in KEPT
 
 
-def test_each_time_and_colour_is_declared_for_what_computes():
+def test_each_time_and_colour_is_declared_for_what_takes_time():
     names = {field.name for field in fields(StageCosts)}
-    assert {spec.cost for spec in KINDS if spec.is_compute} <= names & {
+    timed = (*COMPUTE, *LINKED)
+    assert {KINDS[kind].cost for kind in timed} <= names & {
         field.name for field in fields(jp.Costs)
     }
-    assert kinds_where(lambda spec: spec.cost) == COMPUTE
+    assert kinds_where(lambda spec: spec.cost) == timed
     for palette in (LIGHT, DARK):
-        assert tuple(palette.shades) == COMPUTE
-        assert len(set(palette.shades.values())) == len(COMPUTE)
+        assert tuple(palette.shades) == timed
+        assert len(set(palette.shades.values())) == len(timed)
 
 
 def named_kinds(path: Path) -> set[str]:

@@ -39,6 +39,12 @@ def _valid(name: str, devices: int, microbatches: int, change: str) -> Schedule:
         "deferred": lambda: jp.defer_last(jp.spread_last(table)),
         "recomputed, spread": lambda: jp.spread_last(jp.add_recompute(table)),
         "sent": lambda: jp.add_transfers(table),
+        "gathered": lambda: jp.add_gathers(table),
+        "gathered often": lambda: jp.add_gathers(
+            jp.add_recompute(table), max_active=2, ahead=1, reduce=jp.transforms.Reduce.EACH_RUN
+        ),
+        "gathered, sent": lambda: jp.add_transfers(jp.add_gathers(table, max_active=2)),
+        "gathered, spread": lambda: jp.add_gathers(jp.spread_last(table)),
         "recomputed, sent": lambda: jp.add_transfers(jp.add_recompute(table)),
         "forwards, spread": lambda: jp.spread_first(
             jp.schedules.build(name, devices=devices, microbatches=microbatches, forward_only=True)
@@ -54,11 +60,13 @@ SPREAD = (
     "recomputed, spread",
     "forwards, spread",
 )
-CHANGES = ("plain", "split", "recomputed", "sent", "recomputed, sent", *SPREAD)
+GATHERED = ("gathered", "gathered often", "gathered, sent", "gathered, spread")
+CHANGES = ("plain", "split", "recomputed", "sent", "recomputed, sent", *SPREAD, *GATHERED)
 
 
 TRANSFORMS = (
     jp.merge_backward,
+    jp.transforms.remove_gathers,
     jp.transforms.remove_recompute,
     jp.transforms.remove_spread,
     jp.transforms.remove_transfers,
@@ -66,6 +74,7 @@ TRANSFORMS = (
 )
 TRANSFORMS = (
     *TRANSFORMS,
+    jp.add_gathers,
     jp.add_recompute,
     jp.add_transfers,
     jp.defer_last,
@@ -161,7 +170,7 @@ def _swap_rows(rng: random.Random, rows: Rows) -> None:
 
 def _move_share(rng: random.Random, rows: Rows) -> None:
     """A share to another place of its row."""
-    moved = (Kind.E, Kind.G, Kind.L, Kind.H, Kind.R)
+    moved = (Kind.E, Kind.G, Kind.L, Kind.H, Kind.R, Kind.U, Kind.D, Kind.X)
     places = [
         (row, k)
         for row in rows

@@ -45,12 +45,12 @@ def test_cells_read_and_print(text, value):
     [
         ("1F0junk", "'junk' follows at character 4, where the action ends"),
         ("F0", "character 1 must start the stage number"),
-        ("1X0", "character 2 must start a kind"),
+        ("1Q0", "character 2 must start a kind"),
         ("1SEND_0", "character 2 must start a kind"),
         ("1F", "character 3 must start the microbatch number"),
         ("1F-1", "character 3 must start the microbatch number"),
         ("1 F0", "character 2 must start a kind"),
-        ("1UNSHARD", "character 2 must start a kind"),
+        ("1UNSHARD", "character 3 must start the microbatch number"),
     ],
 )
 def test_what_is_not_an_action_is_told_where(text, why):
@@ -274,7 +274,7 @@ def test_we_read_what_torch_writes(name, torch_schedules, tmp_path):
     assert "UNSHARD" in text
     assert "REDUCE_GRAD" in text
     whole = jp.check(Schedule.from_csv(text))
-    assert jp.transforms.remove_transfers(whole).rows == tuple(
+    assert jp.transforms.remove_gathers(jp.transforms.remove_transfers(whole)).rows == tuple(
         tuple(c for c in row if c is not None) for row in schedule.rows
     )
 
