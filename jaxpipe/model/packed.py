@@ -421,54 +421,88 @@ def _buffers(
             yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
 
 
-def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:
-    """The chunk in another layout of the same stages; each device moves its own leaves.
-
-    Arrays that the partitioner splits are split in its way before and after: devices do unlike
-    things inside, so nothing is exchanged there.
-    """
-    if not isinstance(chunk, Packed) or layout is None or chunk.layout == layout:
+def repacked(mesh: Mesh, axis: str, chunk: Packed, layout: ChunkLayout) -> Packed:
+    """The chunk in another layout of the same stages; each device moves its own leaves."""
+    if chunk.layout == layout:
         return chunk
-    before = chunk.layout
-    pairs = list(zip(before.forms, layout.forms, strict=True))
-    kinds = list(dict.fromkeys(pairs))
-    numbers = [kinds.index(pair) for pair in pairs]
+    return on_own_stages(mesh, axis, lambda _, own: (own,), [chunk], [layout])[0]
 
-    def moved(pair: tuple[TreeForm, TreeForm], own: dict[str, Any]) -> dict[str, Any]:
-        old, new = pair
-        return layout.rows(new, before.values(old, own, pinned=True), pinned=True)
 
-    def split(rows: dict[str, Any], specs: dict[str, PartitionSpec]) -> dict[str, Any]:
-        there = {name: spec for name, spec in specs.items() if not is_missing(rows.get(name))}
-        return rows | {n: lax.with_sharding_constraint(rows[n], there[n]) for n in there}
+def on_own_stages(
+    mesh: Mesh,
+    axis: str,
+    function: Callable[..., tuple[PyTree, ...]],
+    chunks: Sequence[Packed],
+    layouts: Sequence[ChunkLayout],
+    more: PyTree = None,
+) -> list[Packed]:
+    """What a function makes of the trees of each device's own stage: a tree for each of the
+    layouts.  Its first argument is `more`, alike on all devices.
 
-    def one(leaves: PyTree) -> PyTree:
-        own = split(jax.tree.map(lambda leaf: leaf[0], leaves), _splits(before, layout))
-        like: dict[str, Any] = {}
-        for pair in kinds:
-            like |= jax.eval_shape(partial(moved, pair), own)
+    Devices do unlike things inside.  So buffers, and what goes into buffers, are split in the
+    partitioner's way before and after, and moving leaves exchanges nothing.
+    """
+    before, given = [chunk.layout for chunk in chunks], [chunk.leaves for chunk in chunks]
+    by_device = list(zip(*(layout.forms for layout in (*before, *layouts)), strict=True))
+    kinds = list(dict.fromkeys(by_device))
+    numbers = [kinds.index(forms) for forms in by_device]
 
-        def full(pair: tuple[TreeForm, TreeForm], own: dict[str, Any]) -> PyTree:
-            return {**zeros_of(like), **moved(pair, own)}
+    def one(leaves: list[dict[str, Any]], more: PyTree) -> list[dict[str, Any]]:
+        own = jax.tree.map(lambda leaf: leaf[0], leaves)
+        own = [_split(rows, _splits(of, layouts)) for rows, of in zip(own, before, strict=True)]
 
-        found = lax.switch(
-            jnp.array(numbers)[lax.axis_index(axis)], [partial(full, pair) for pair in kinds], own
-        )
-        return jax.tree.map(lambda leaf: leaf[None], split(found, _splits(layout, before)))
+        def run(kind: tuple[TreeForm, ...], own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+            trees = [
+                jax.tree.unflatten(form.tree, layout.values(form, rows, pinned=True))
+                for form, layout, rows in zip(kind, before, own, strict=False)
+            ]
+            found = zip(kind[len(before) :], layouts, function(more, *trees), strict=True)
+            return [
+                layout.rows(form, form.tree.flatten_up_to(tree), pinned=True)
+                for form, layout, tree in found
+            ]
 
-    spec = PartitionSpec(axis)
+        shapes = [jax.eval_shape(partial(run, kind), own) for kind in kinds]
+        like = [
+            {k: v for rows in each for k, v in rows.items()} for each in zip(*shapes, strict=True)
+        ]
+
+        def full(kind: tuple[TreeForm, ...], own: Any) -> list[dict[str, Any]]:
+            pairs = zip(like, run(kind, own), strict=True)
+            return [{**zeros_of(shapes), **rows} for shapes, rows in pairs]
+
+        number = jnp.array(numbers)[lax.axis_index(axis)]
+        found = lax.switch(number, [partial(full, kind) for kind in kinds], own)
+        found = [_split(r, _splits(of, before)) for r, of in zip(found, layouts, strict=True)]
+        stacked: list[dict[str, Any]] = jax.tree.map(lambda leaf: leaf[None], found)
+        return stacked
+
+    spec, everywhere = PartitionSpec(axis), PartitionSpec()
     mapped = jax.shard_map(
-        one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={axis}, check_vma=False
+        one,
+        mesh=mesh,
+        in_specs=(spec, everywhere),
+        out_specs=spec,
+        axis_names={axis},
+        check_vma=False,
     )
-    return Packed(jit_on_mesh(mesh, mapped)(chunk.leaves), layout)
+    found = jit_on_mesh(mesh, mapped)(given, more)
+    return [Packed(leaves, layout) for leaves, layout in zip(found, layouts, strict=True)]
 
 
-def _splits(layout: ChunkLayout, other: ChunkLayout) -> dict[str, PartitionSpec]:
-    """How the partitioner splits one device's arrays that are buffers in this or in the other
-    layout.
+def _split(rows: dict[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
+    there = {name: spec for name, spec in specs.items() if not is_missing(rows.get(name))}
+    return rows | {n: lax.with_sharding_constraint(rows[n], there[n]) for n in there}
+
+
+def _splits(layout: ChunkLayout, others: Sequence[ChunkLayout]) -> dict[str, PartitionSpec]:
+    """How the partitioner splits one device's arrays that are buffers in this layout or, where the
+    trees are the same, in another one.
     """
     found: dict[str, PartitionSpec] = {}
-    for old, new in zip(other.forms, layout.forms, strict=True):
-        places = zip(new.names, other.places(old, pinned=True), strict=True)
-        found |= {name: place.entry.spec for name, place in places if place.flat}
+    for other in others:
+        for old, new in zip(other.forms, layout.forms, strict=True):
+            if old.tree == new.tree:
+                places = zip(new.names, other.places(old, pinned=True), strict=True)
+                found |= {name: place.entry.spec for name, place in places if place.flat}
     return found | {buffer.name: buffer.spec for buffer in layout.buffers}
