@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.model.packed import alone
+from jaxpipe.storage.packed import alone
 
 COLUMNS, ROWS = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
 ATTENTION, FEED = (

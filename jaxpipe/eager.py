@@ -32,8 +32,7 @@ from .model.batch import map_rows
 from .model.calls import OUTER_WANTS, cleared
 from .model.functions import StageOutput
 from .model.keys import KeyOf, shard_key
-from .model.param_layout import OUTER
-from .model.partition import LeafPlan, leaf_plans
+from .model.layers import OUTER
 from .model.replaced import ADDED
 from .program.ir import Program, Step, interpret
 from .program.verify import verify
@@ -43,6 +42,7 @@ from .stage.counts import check_count, total_count
 from .stage.model_code import check_state_gradient, uses_of
 from .stage.setup import Setup
 from .stage.trace import no_gradient, trace_last
+from .storage.partition import LeafPlan, leaf_plans
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
 

@@ -14,9 +14,13 @@ import jax.numpy as jnp
 
 from .arrays import PyTree, by_path, followed, shapes_of
 from .errors import PipelineError
-from .model.arguments import PROBE, init_as_updated, inputs_of, rules_of
+from .jaxprs.dataflow import inputs_of
 from .model.calls import cut_off, padded_like
-from .model.packed import (
+from .model.layers import OUTER
+from .model.settings import on_mesh
+from .pipeline import Pipeline
+from .storage.chunks import Chunks
+from .storage.packed import (
     ChunkLayout,
     Group,
     InBuffer,
@@ -26,10 +30,8 @@ from .model.packed import (
     masked,
     on_own_stages,
 )
-from .model.param_layout import OUTER, Chunks
-from .model.placer import Followers
-from .model.settings import on_mesh
-from .pipeline import Pipeline
+from .storage.placer import Followers
+from .storage.rules import PROBE, init_as_updated, rules_of
 
 
 class PerLayer(NamedTuple):

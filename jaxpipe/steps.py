@@ -23,14 +23,15 @@ from .fingerprint import compare_first_step
 from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
-from .model.arguments import key_faults, param_faults, scale_faults, state_faults
+from .model.arguments import key_faults, scale_faults
 from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
 from .model.functions import Functions
+from .model.layers import with_outer
 from .model.model import Plain
-from .model.param_layout import Chunks, with_outer
-from .model.partition import Partition
 from .model.settings import Memory, as_automatic, in_context, on_mesh, own_context
 from .stage.setup import Clock, Setup
+from .storage.chunks import Chunks, param_faults, state_faults
+from .storage.partition import Partition
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule, named
 from .transforms.rewrites import forward_only, without_kinds

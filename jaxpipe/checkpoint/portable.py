@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..arrays import PyTree, is_key, path_text, shapes_of, words_of
 from ..errors import CheckpointError
-from ..model.packed import Packed
-from ..model.param_layout import Chunks, owner_faults
-from ..model.placer import Follow, Followers, Placer, is_params
 from ..model.settings import explicit_context, has, jit_on_mesh
 from ..pipeline import Pipeline
+from ..storage.chunks import Chunks, owner_faults
+from ..storage.packed import Packed
+from ..storage.placer import Follow, Followers, Placer, is_params
 
 OWN_STATE = "state"
 

@@ -20,7 +20,7 @@ from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
 from .keys import KeyOf
-from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
+from .layers import EMBEDDING, LOSS, LayerMap, with_outer
 from .replaced import Replaced, Replacements, in_microbatches
 from .settings import frozen_filter
 

@@ -35,15 +35,16 @@ from ..jaxprs.entry import Destination, Piece, StackRow, Total
 from ..model.calls import OUTER_WANTS, cleared
 from ..model.functions import mean_over_microbatches
 from ..model.keys import KeyOf
-from ..model.packed import Home, Places, stacks_of_layers
-from ..model.param_layout import OUTER, Chunks
-from ..model.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..model.layers import OUTER
 from ..model.replaced import ADDED, Replacement
 from ..program.ir import Program
 from ..stage.code import StageCode, run
 from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
+from ..storage.chunks import Chunks
+from ..storage.packed import Home, Places, stacks_of_layers
+from ..storage.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
 from ..table.effects import OF_SLICES, TOGETHER, Place
 from .block import State, add, chunks_of, empty, false, of_chunk, of_slot
 from .pools import Buffers, Packing

@@ -33,10 +33,10 @@ from ..jaxprs.flat import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput, check_forms
 from ..model.keys import KeyOf
-from ..model.packed import Home, Places
-from ..model.partition import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
+from ..storage.packed import Home, Places
+from ..storage.partition import LeafPlan, leaf_plans
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import KINDS
 from ..table.schedule import Schedule, named

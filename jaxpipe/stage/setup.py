@@ -19,8 +19,9 @@ from ..lowering.target import Form, Target
 from ..model.calls import unpadded
 from ..model.functions import Functions, Loss, share_of
 from ..model.keys import shard_key
-from ..model.param_layout import OUTER, ParamLayout
-from ..model.partition import Partition, gather
+from ..model.layers import OUTER
+from ..storage.chunks import ParamLayout
+from ..storage.partition import Partition, gather
 from ..table.schedule import Schedule
 
 T = TypeVar("T")

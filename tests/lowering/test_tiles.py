@@ -13,7 +13,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.model import partition
+from jaxpipe.storage import partition
 from tests.axes import model as axes_model
 from tests.axes.model import SPECS, batch, build, canonical, like_truth, truth, worst_error
 from tests.parity.tolerance import FLOAT64

@@ -20,8 +20,8 @@ from jax.tree_util import DictKey
 
 from ..arrays import PyTree, as_dtype, by_path, zeros_of
 from ..jaxprs.entry import Entry, Part, Piece
-from .replaced import Replacement
-from .settings import jit_on_mesh
+from ..model.replaced import Replacement
+from ..model.settings import jit_on_mesh
 
 
 class Home(NamedTuple):

@@ -18,11 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree, followed, path_text, shapes_of
 from ..errors import PipelineError
-from .calls import cut_off, is_padded, pad_like, unpadded
-from .packed import Packed, is_missing, repacked
-from .param_layout import OUTER, ChunkState, owner_faults
-from .partition import Partition, leaf_plans
-from .settings import (
+from ..model.calls import cut_off, is_padded, pad_like, unpadded
+from ..model.layers import OUTER
+from ..model.settings import (
     explicit_context,
     has,
     jit_on_mesh,
@@ -31,6 +29,9 @@ from .settings import (
     trimmed,
     with_sharding,
 )
+from .chunks import ChunkState, owner_faults
+from .packed import Packed, is_missing, repacked
+from .partition import Partition, leaf_plans
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
-from .calls import Cuts, is_padded, own_shape, unpadded
+from ..model.calls import Cuts, is_padded, own_shape, unpadded
+from ..model.replaced import NOTHING_REPLACED, Replacement, Replacements
+from ..model.settings import Patterns, Sharding, holds, is_spec, names_of, trimmed
+from .chunks import Chunks, ParamLayout
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
-from .param_layout import Chunks, ParamLayout
-from .replaced import NOTHING_REPLACED, Replacement, Replacements
-from .settings import Patterns, Sharding, holds, is_spec, names_of, trimmed
 
 
 @dataclass(frozen=True)
