@@ -30,7 +30,7 @@ from .stage.code import ParamUse
 from .stage.counts import total_count
 from .stage.setup import mesh_key
 from .stage.trace import trace_last
-from .storage.partition import leaf_plans
+from .storage.plan import leaf_plans
 
 # By name, [data shards, (NaN, infinite, all)].
 _Counts: TypeAlias = "dict[str, Any]"

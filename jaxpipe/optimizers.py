@@ -15,23 +15,15 @@ import jax.numpy as jnp
 from .arrays import PyTree, by_path, followed, shapes_of
 from .errors import PipelineError
 from .jaxprs.dataflow import inputs_of
-from .model.calls import cut_off, padded_like
 from .model.layers import OUTER
 from .model.settings import on_mesh
 from .pipeline import Pipeline
 from .storage.chunks import Chunks
-from .storage.packed import (
-    ChunkLayout,
-    Group,
-    InBuffer,
-    Packed,
-    Parameter,
-    chunk_layout,
-    masked,
-    on_own_stages,
-)
-from .storage.placer import Followers
+from .storage.follow import Followers
+from .storage.packed import Packed, masked, on_own_stages
+from .storage.padding import Padding, by_parameter
 from .storage.rules import PROBE, init_as_updated, rules_of
+from .storage.table import BufferKey, ChunkLayout, Group, Parameter, chunk_layout
 
 
 class PerLayer(NamedTuple):
@@ -104,13 +96,12 @@ class _PerLayer:
                 return self._on_devices(lambda _, own: (self._begin(own),), [chunk], [state])[0]
             return (jax.vmap(self._begin)(chunk),) if jax.tree.leaves(chunk) else ()
 
-        found = {
-            key: padded_like((self._init({key: cut_off(params[key])}),), {key: params[key]})
-            for key in OUTER
-            if key in params
-        }
         stages = params["stages"]
-        return {**found, "stages": stages.like(map(of_chunk, range(len(stages)), stages))}
+        padding = stages.layout.padding
+        own = by_parameter(Padding.cut_off, params, padding)
+        found = {key: (self._init({key: own[key]}),) for key in OUTER if key in own}
+        found["stages"] = stages.like(map(of_chunk, range(len(stages)), stages))
+        return by_parameter(Padding.pad, found, padding)
 
     def update(
         self,
@@ -135,24 +126,29 @@ class _PerLayer:
         params: Any,
         extra: dict[str, Any],
     ) -> tuple[PyTree, PyTree]:
-        updates, after = dict[str, PyTree](), dict[str, PyTree]()
+        padding = grads["stages"].layout.padding
+        grads, state, params = (
+            tree and by_parameter(Padding.cut_off, tree, padding) for tree in (grads, state, params)
+        )
+        both: dict[str, tuple[PyTree, PyTree]] = {}
         for key in filter(grads.__contains__, OUTER):
-            own = [None if tree is None else {key: cut_off(tree[key])} for tree in (grads, params)]
-            changes, states = self._update(extra, own[0], cut_off(state[key])[0], own[1])
-            updates[key] = padded_like(changes[key], grads[key])
-            after[key] = padded_like((states,), {key: grads[key]})
+            weights = params and {key: params[key]}
+            changes, own = self._update(extra, {key: grads[key]}, state[key][0], weights)
+            both[key] = changes[key], (own,)
         stages = grads["stages"]
-        weights = [None] * len(stages) if params is None else params["stages"]
-        both = [
-            self._update_chunk(v, extra, *trees)
-            for v, trees in enumerate(zip(stages, state["stages"], weights, strict=True))
-        ]
-        updates["stages"], after["stages"] = map(stages.like, zip(*both, strict=True))
+        weights = params["stages"] if params else [None] * len(stages)
+        chunks = zip(range(len(stages)), stages, state["stages"], weights, strict=True)
+        found = zip(*(self._update_chunk(extra, *chunk) for chunk in chunks), strict=True)
+        both["stages"] = tuple(map(stages.like, found))
+        updates, after = (
+            by_parameter(Padding.pad, {key: pair[n] for key, pair in both.items()}, padding)
+            for n in range(2)
+        )
         # left to itself XLA brings constants in the state to every device
         return updates, jax.lax.with_sharding_constraint(after, to)
 
     def _update_chunk(
-        self, v: int, extra: dict[str, Any], grads: PyTree, state: PyTree, params: PyTree
+        self, extra: dict[str, Any], v: int, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """The updates of a chunk, and its state after it."""
         if isinstance(grads, Packed):
@@ -234,10 +230,10 @@ class _PerLayer:
         trees = jax.eval_shape(lambda chunk: [chunk.stage(d) for d in range(len(forms))], chunk)
         own = [jax.eval_shape(self._begin, tree) for tree in trees]
 
-        def kept(state: Parameter, dtype: jax.typing.DTypeLike) -> InBuffer:
+        def kept(state: Parameter, dtype: jax.typing.DTypeLike) -> BufferKey:
             """All of one dtype share a buffer, those that follow a parameter split as it is."""
             if jnp.issubdtype(dtype, jax.dtypes.extended):
-                return partition.in_buffer(Group.ALONE)
+                return BufferKey()
             device = int(state.path.split("/")[1])
             parameters = forms[device].parameters(numbers[device], layered=layered)
             known = {
@@ -249,9 +245,9 @@ class _PerLayer:
             }
             found = followed(state.path, state.shape[int(layered) :], known)
             parts = () if found is None else partition.kept(found[1], dtype).parts
-            return partition.in_buffer(Group.TRAINED, parts)
+            return BufferKey(Group.TRAINED, parts)
 
-        return chunk_layout(own, range(len(own)), kept)
+        return chunk_layout(own, range(len(own)), partition.storing(kept))
 
     # Rules that cannot act on a layer
 

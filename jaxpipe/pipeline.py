@@ -35,8 +35,9 @@ from .spmd.xla import features_of, options_for
 from .stage.setup import Clock
 from .steps import HELD, Cache, Call, Compiled, Executor, StepRunner, hide_beyond, key_of
 from .storage.chunks import ChunkState, ParamLayout, check_canonical
-from .storage.partition import LeafPlan, Partition
+from .storage.partition import Partition
 from .storage.placer import Placer
+from .storage.plan import LeafPlan
 from .storage.rules import check_rules, init_as_updated
 from .table.schedule import Schedule, check, named
 from .transforms.spread import with_shares

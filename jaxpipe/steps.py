@@ -188,7 +188,7 @@ class StepRunner:
                 "schedule with backwards"
             )
         plans, own = self.check(*arguments, whole=training), self.partition
-        functions = functions.over(own.axis, own.cuts, with_outer(arguments[0]))
+        functions = functions.over(own.axis, own.sizes(plans))
         plan = self.plan if training else self._forward_plan(call, batch)
         split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
         return Setup(
@@ -263,13 +263,14 @@ class StepRunner:
         if not isinstance(length, int) or length < 1:
             faults.append(f"length must be a whole number of at least 1, not {length!r}")
         PipelineError.refuse("there is no cache for this batch", faults)
-        self.check(params, batch, None, ())
+        plans = self.check(params, batch, None, ())
         own, stages = self.partition, range(self.schedule.num_stages)
         functions = replace(self.functions, training=False).with_cache(length)
+        functions = functions.over(own.axis, own.sizes(plans))
 
         def carried(params: Params, batch: PyTree) -> PyTree:
             rows = functions.split(batch, self.schedule.num_microbatches)
-            ready = functions.over(own.axis, own.cuts, params).for_batch(rows)
+            ready = functions.for_batch(rows)
             params["stages"] = [own.layout.of_stage(s, params["stages"]) for s in stages]
             plain = Plain(ready, params, rows, None, stacked=False)
             _, zeros = plain.begin([()] * len(stages))

@@ -25,7 +25,7 @@ from ..spmd.pools import StageEntries
 from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs, split_entries
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
 from ..stage.model_code import lower, trace
-from ..storage.partition import leaf_plans, trained
+from ..storage.plan import leaf_plans, trained
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .programs import heap_bytes

@@ -32,8 +32,8 @@ from ..spmd.xla import compiled_alone, outer_specs
 from ..stage.code import RESIDUALS, run
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
-from ..storage.packed import stacks_of_layers
-from ..storage.partition import PART, LeafPlan, leaf_plans, trained
+from ..storage.plan import PART, LeafPlan, leaf_plans, trained
+from ..storage.table import stacks_of_layers
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .blocks import (

@@ -289,7 +289,7 @@ class Model:
         else:
             functions = self.stage_functions(1 if stacked else len(params["stages"]))
         cuts = Cuts(1, self.cuts(functions))
-        own = replace(self.functions(functions).over(_AXIS, cuts, params), **how)
+        own = replace(self.functions(functions).over(_AXIS, cuts.sizes(params)), **how)
         return Plain(own.for_batch(rows), params, rows, rng, stacked)
 
 

@@ -25,7 +25,7 @@ from ..arrays import Flag, Leaves, Scalar, is_key
 from ..jaxprs.entry import Alone, Entry, Slot
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
-from ..storage.packed import Home, Places
+from ..storage.table import Home, Places
 from ..table.effects import MOVES, Place
 from .block import State, write, zeros
 

@@ -32,7 +32,7 @@ from ..arrays import (
     with_words,
 )
 from ..jaxprs.entry import Destination, Piece, StackRow, Total
-from ..model.calls import OUTER_WANTS, cleared
+from ..model.calls import OUTER_WANTS
 from ..model.functions import mean_over_microbatches
 from ..model.keys import KeyOf
 from ..model.layers import OUTER
@@ -43,8 +43,8 @@ from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
 from ..storage.chunks import Chunks
-from ..storage.packed import Home, Places, stacks_of_layers
-from ..storage.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..storage.plan import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, Place
 from .block import State, add, chunks_of, empty, false, of_chunk, of_slot
 from .pools import Buffers, Packing
@@ -385,7 +385,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
                 return rule.next_value(total, setup.num_microbatches, pipe, data).astype(
                     param.dtype
                 )
-            return total if scale is None else total * scale.astype(total.dtype)
+            total = total if scale is None else total * scale.astype(total.dtype)
+            return plan.cleared(total, setup.axis)
 
         return jax.tree.unflatten(
             jax.tree.structure(like), with_frozen(list(map(one, sums, own, shapes)), every)
@@ -397,8 +398,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         stages.append(jax.tree.map(lambda leaf: leaf[None], grads))
     found = {"stages": params["stages"].like(stages)}
     for key in OUTER:
-        grads = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
-        found[key] = cleared(grads, setup.axis)
+        found[key] = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
     return results, found
 
 

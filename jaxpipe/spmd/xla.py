@@ -34,8 +34,9 @@ from ..stage.code import (
 )
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
-from ..storage.packed import Home
-from ..storage.partition import leaf_plans, parts_of
+from ..storage.partition import parts_of
+from ..storage.plan import leaf_plans
+from ..storage.table import Home
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .pools import StageEntries

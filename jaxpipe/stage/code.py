@@ -57,7 +57,7 @@ from ..jaxprs.equations import (
 from ..jaxprs.products import with_wide_products
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
-from ..storage.packed import Places
+from ..storage.table import Places
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
 

@@ -35,8 +35,8 @@ from ..model.functions import Functions, StageOutput, check_forms
 from ..model.keys import KeyOf
 from ..program.ir import Program
 from ..program.verify import verify
-from ..storage.packed import Home, Places
-from ..storage.partition import LeafPlan, leaf_plans
+from ..storage.plan import LeafPlan, leaf_plans
+from ..storage.table import Home, Places
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import KINDS
 from ..table.schedule import Schedule, named

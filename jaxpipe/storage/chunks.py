@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,11 +16,12 @@ from jax.tree_util import SequenceKey
 
 from ..arrays import PyTree, array_faults, axis_faults, by_path, is_key, stacked
 from ..errors import PipelineError
-from ..jaxprs.entry import Entry
 from ..model.calls import Function
 from ..model.layers import OUTER, LayerMap, owned_stages
 from ..table.kinds import Placement
-from .packed import Home, Packed, Places, Storing, TreeForm, alone, chunk_layout, masked
+from .packed import Packed, masked
+from .padding import Padding
+from .table import ALONE, Places, Storing, TreeForm, chunk_layout
 
 
 class Chunks(tuple[PyTree, ...]):
@@ -47,6 +48,12 @@ class Chunks(tuple[PyTree, ...]):
         return Chunks(chunks, self.layout)
 
 
+def padding_of(params: Mapping[str, PyTree]) -> tuple[Padding, ...]:
+    """The padding of placed parameters, as their stages say."""
+    stages = params["stages"]
+    return stages.layout.padding if isinstance(stages, Chunks) else ()
+
+
 # The stages' own state, or nothing.
 ChunkState: TypeAlias = "Chunks | tuple[()]"
 
@@ -66,7 +73,7 @@ def owner_faults(stages: Any, layout: ParamLayout, what: str, again: str) -> lis
             f"{what} are not placed (their stages are a {kind}); give what `{again}` returned, "
             "or what was made of it by jax.tree.map"
         ]
-    if stages.layout != layout:
+    if replace(stages.layout, padding=()) != layout:
         back = "canonical" if again == "place" else "canonical_state"
         return [
             f"{what} are placed for {stages.layout}, but this schedule has {layout}; bring them "
@@ -114,6 +121,8 @@ class ParamLayout:
     layers: LayerMap | None = None
     # the function says that its leaves are [S, layers, ...], as those of `jaxpipe.flax` are
     stacks: bool = field(default=False, compare=False)
+    # of what is cut over the pipe axis; of those that are placed, and not of a pipeline's own
+    padding: tuple[Padding, ...] = ()
     # per device, the stages whose parameters it holds, in chunk order
     owned: tuple[tuple[int, ...], ...] = field(init=False)
 
@@ -183,7 +192,7 @@ class ParamLayout:
         return tuple(found)
 
     def place_stages(
-        self, stages: PyTree, how: Storing | Sequence[PyTree] = alone, *, axis: int = 0
+        self, stages: PyTree, how: Storing | Chunks = ALONE, *, axis: int = 0
     ) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
         chunk are zero.  The stages are along `axis`.
@@ -202,31 +211,27 @@ class ParamLayout:
             own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=axis)
             return masked(own, [s >= 0 for s in stage_of], axis)
 
-        return Chunks(
-            (
-                jax.tree.map(partial(placed, stage_of=self.stage_at(v)), stages)
-                for v in range(self.num_owned)
-            ),
-            self,
+        chunks = (
+            jax.tree.map(partial(placed, stage_of=self.stage_at(v)), stages)
+            for v in range(self.num_owned)
         )
+        return how.like(chunks) if isinstance(how, Chunks) else Chunks(chunks, self)
 
-    def place_trees(
-        self, trees: Sequence[PyTree], how: Storing | Sequence[PyTree] = alone
-    ) -> Chunks:
+    def place_trees(self, trees: Sequence[PyTree], how: Storing | Chunks = ALONE) -> Chunks:
         """A tree for each stage -> placed ones (see `place_stages`)."""
         if not self.unlike:
-            return self.place_stages(stacked(trees))
+            return self.place_stages(stacked(trees), how)
         found = []
         for v in range(self.num_owned):
             numbers = self.stage_at(v)
             chunk = [None if s < 0 else trees[s] for s in numbers]
             layout = (
-                chunk_layout(chunk, numbers, how, layered=self.is_layered)
-                if callable(how)
-                else how[v].layout
+                how[v].layout
+                if isinstance(how, Chunks)
+                else chunk_layout(chunk, numbers, how, layered=self.is_layered)
             )
             found.append(Packed.of(chunk, layout))
-        return Chunks(found, self)
+        return how.like(found) if isinstance(how, Chunks) else Chunks(found, self)
 
     def canonical_stages(self, placed: tuple[PyTree, ...], *, axis: int = 0) -> PyTree:
         """The inverse of `place_stages`."""
@@ -254,10 +259,10 @@ class ParamLayout:
         chunk, leaves = chunks[v], jax.tree.leaves(chunks[v])
         if isinstance(chunk, Packed):
             form: TreeForm = chunk.layout.forms[device]
-            places = chunk.layout.places(form, pinned=True)
+            places = form.places(chunk.layout.names, pinned=chunk.layout.pinned)
         else:
             form = TreeForm.of(chunk)
-            places = tuple(Home(i, Entry(own), flat=False) for i, own in enumerate(form.shapes))
+            places = form.places([row.array for row in form.rows])
         return StageLeaves(form, places, [leaves[place.at] for place in places])
 
     def faults(self, stages: PyTree) -> list[str]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..arrays import PyTree, accumulator_dtype, by_path
 from ..errors import PipelineError
 from ..jaxprs.dataflow import Dataflow, any_of
-from .partition import leaf_plans
+from .plan import leaf_plans
 
 # The texts of the equations that matter to one parameter alone, by path.
 Rules: TypeAlias = "dict[str, list[str]]"
