@@ -104,15 +104,10 @@ class Followers:
         return shardings(self._partition.mesh, self.of(node), node)
 
     def _follow(self, part: str, name: str, shape: tuple[int, ...]) -> Follow:
-        stage, known, partition = (
-            part.startswith("stages"),
-            self._known.get(part, {}),
-            self._partition,
-        )
-        one_a_device = (
-            stage and partition is not None and shape[:1] == (len(partition.layout.owned),)
-        )
-        devices = (partition.axis,) if stage and partition is not None else ()
+        known, stage = self._known.get(part, {}), part.startswith("stages")
+        own = self._partition if stage else None
+        one_a_device = own is not None and shape[:1] == (len(own.layout.owned),)
+        devices = () if own is None else (own.axis,)
         found = known.get(name) or followed(name, shape, known)
         if found is None:
             # an optimizer may have a state for each stage (`per_layer`)
