@@ -50,7 +50,7 @@ class Chunks(tuple[PyTree, ...]):
 
 def padding_of(params: Mapping[str, PyTree]) -> tuple[Padding, ...]:
     """The padding of placed parameters, as their stages say."""
-    stages = params["stages"]
+    stages = params.get("stages")
     return stages.layout.padding if isinstance(stages, Chunks) else ()
 
 
