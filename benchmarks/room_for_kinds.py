@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.model.packed import alone
+from jaxpipe.storage.table import BufferKey
 
 COLUMNS, ROWS = PartitionSpec(None, "tensor"), PartitionSpec("tensor")
 ATTENTION, FEED = (
@@ -59,7 +59,7 @@ def held(
     model = jp.Model(example.LAYERS, layers=example.LAYOUT)
     pipe = jp.Pipeline(model, table, mesh, layout=example.LAYOUT, **options)
     if not shares:
-        pipe.partition.__dict__["kept"] = alone
+        pipe.partition.__dict__["kept"] = lambda _parameter, _dtype: BufferKey()
     params = pipe.place(example.initial(jax.random.key(0), example.LAYOUT.replace("|", "")[1:-1]))
     optimizer = optax.adam(1e-3)
     state = pipe.init(optimizer, params)

@@ -21,8 +21,7 @@ from .errors import PipelineError
 from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, share_of
-from .model.param_layout import with_outer
-from .model.partition import leaf_plans
+from .model.layers import with_outer
 from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
 from .spmd.xla import mapped
@@ -30,6 +29,7 @@ from .stage.code import ParamUse
 from .stage.counts import total_count
 from .stage.setup import mesh_key
 from .stage.trace import trace_last
+from .storage.plan import leaf_plans
 from .table.effects import By
 
 # By name, [data shards, (NaN, infinite, all)].

@@ -29,11 +29,10 @@ from .arrays import (
 )
 from .errors import PipelineError
 from .model.batch import map_rows
-from .model.calls import OUTER_WANTS, cleared
+from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
 from .model.keys import shard_key
-from .model.param_layout import OUTER
-from .model.partition import LeafPlan, leaf_plans
+from .model.layers import OUTER
 from .model.replaced import ADDED
 from .program.ir import Program, Step, interpret
 from .program.verify import verify
@@ -43,6 +42,7 @@ from .stage.counts import check_count, total_count
 from .stage.model_code import check_state_gradient, uses_of
 from .stage.setup import Setup
 from .stage.trace import no_gradient, trace_last
+from .storage.plan import LeafPlan, leaf_plans
 from .table.effects import By, Liveness, Place
 from .table.kinds import Kind
 
@@ -373,4 +373,6 @@ def _finished(shards: list[_Shard]) -> StepResults:
     if setup.outputs:
         results = in_rows(every[0])
     results["state"] = setup.layout.place_trees(state) if setup.functions.has_state else ()
-    return results, cleared(grads) if setup.training else {}
+    if not setup.training:
+        return results, {}
+    return results, jax.tree.map(lambda plan, grad: plan.cleared(grad), setup.plans, grads)

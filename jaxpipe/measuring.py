@@ -45,8 +45,8 @@ from .layouts.layout import Layout
 from .lowering.target import CHIPS, Chip
 from .model.arguments import under_policies
 from .model.batch import map_rows
+from .model.layers import with_outer
 from .model.model import Model
-from .model.param_layout import with_outer
 from .model.settings import Memory, Sharding, automatic, outside_contexts
 from .pipeline import Pipeline
 from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs

@@ -20,26 +20,28 @@ from .layouts.layout import Layout
 from .lowering.target import Target
 from .model.arguments import (
     check_costs,
-    check_rules,
     donated_faults,
-    init_as_updated,
     key_faults,
+    rematerialised,
     staged,
-    with_shares,
 )
+from .model.calls import Cuts
 from .model.functions import with_aux
 from .model.model import Model
-from .model.param_layout import ChunkState, check_canonical
-from .model.partition import LeafPlan, Partition
-from .model.placer import Placer
 from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
 from .prices import read_prices
 from .spmd.emit import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.setup import Clock
 from .steps import HELD, Cache, Call, Compiled, Executor, StepRunner, hide_beyond, key_of
+from .storage.chunks import ChunkState, ParamLayout, check_canonical
+from .storage.partition import Partition
+from .storage.placer import Placer
+from .storage.plan import LeafPlan
+from .storage.rules import check_rules, init_as_updated
 from .table.schedule import Schedule, check, named
 from .transforms.rewrites import remove_gathers
+from .transforms.spread import with_shares
 
 
 class Pipeline:
@@ -113,9 +115,14 @@ class Pipeline:
         check_costs(costs, schedule)
         self.costs = costs
         sharding.check(self.mesh, schedule=named(schedule), devices=schedule.num_devices)
-        self.functions, self.layout, cuts = staged(model, schedule, layout, memory.remat)
+        stages, layers = staged(model, schedule.placement, layout)
+        self.layout = ParamLayout.of(schedule.placement, stages, layers, model.stages)
+        functions = model.functions(rematerialised(stages, memory.remat))
+        self.functions = replace(functions, slices=schedule.slices)
+        spread = [key for key in ("first", "last") if functions.spreads(key)]
         # Parameters are gathered once a step, whatever the table says.
-        self.schedule = with_shares(remove_gathers(schedule), costs, self.functions)
+        self.schedule = with_shares(remove_gathers(schedule), costs, spread)
+        cuts = Cuts(schedule.num_devices, model.cuts(stages))
         self.partition = Partition(
             self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced
         )

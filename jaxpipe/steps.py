@@ -23,14 +23,15 @@ from .fingerprint import compare_first_step
 from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
-from .model.arguments import key_faults, param_faults, scale_faults, state_faults
+from .model.arguments import key_faults, scale_faults
 from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
 from .model.functions import Functions
+from .model.layers import with_outer
 from .model.model import Plain
-from .model.param_layout import Chunks, with_outer
-from .model.partition import Partition
 from .model.settings import Memory, as_automatic, in_context, on_mesh, own_context
 from .stage.setup import Clock, Setup
+from .storage.chunks import Chunks, param_faults, state_faults
+from .storage.partition import Partition
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule, named
 from .transforms.rewrites import forward_only, without_kinds
@@ -187,7 +188,7 @@ class StepRunner:
                 "schedule with backwards"
             )
         plans, own = self.check(*arguments, whole=training), self.partition
-        functions = functions.over(own.axis, own.cuts, with_outer(arguments[0]))
+        functions = functions.over(own.axis, own.sizes(plans))
         plan = self.plan if training else self._forward_plan(call, batch)
         split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
         return Setup(
@@ -262,13 +263,14 @@ class StepRunner:
         if not isinstance(length, int) or length < 1:
             faults.append(f"length must be a whole number of at least 1, not {length!r}")
         PipelineError.refuse("there is no cache for this batch", faults)
-        self.check(params, batch, None, ())
+        plans = self.check(params, batch, None, ())
         own, stages = self.partition, range(self.schedule.num_stages)
         functions = replace(self.functions, training=False).with_cache(length)
+        functions = functions.over(own.axis, own.sizes(plans))
 
         def carried(params: Params, batch: PyTree) -> PyTree:
             rows = functions.split(batch, self.schedule.num_microbatches)
-            ready = functions.over(own.axis, own.cuts, params).for_batch(rows)
+            ready = functions.for_batch(rows)
             params["stages"] = [own.layout.of_stage(s, params["stages"]) for s in stages]
             plain = Plain(ready, params, rows, None, stacked=False)
             _, zeros = plain.begin([()] * len(stages))

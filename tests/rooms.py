@@ -27,7 +27,7 @@ WITHOUT_JAX = (
     *("megatron", "program", "lowering", "prices", "planner", "render", "cli"),
 )
 WITH_JAX = (
-    *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
+    *("arrays", "jaxprs", "model", "storage", "stage", "spmd", "eager"),
     *("derivatives", "fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
     *("debug",),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),

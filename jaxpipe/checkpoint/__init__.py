@@ -7,4 +7,4 @@ from .portable import PortableState as PortableState
 
 __all__ = ["Checkpoints", "DamagedCheckpointError"]
 
-IMPORTS = ("arrays", "errors", "model", "pipeline")
+IMPORTS = ("arrays", "errors", "model", "pipeline", "storage")

@@ -13,11 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..arrays import PyTree, is_key, path_text, shapes_of, words_of
 from ..errors import CheckpointError
-from ..model.packed import Packed
-from ..model.param_layout import Chunks, owner_faults
-from ..model.placer import Follow, Followers, Placer, is_params
 from ..model.settings import explicit_context, has, jit_on_mesh
 from ..pipeline import Pipeline
+from ..storage.chunks import Chunks, owner_faults, padding_of
+from ..storage.follow import Follow, Followers, is_params
+from ..storage.packed import Packed
+from ..storage.placer import Placer
 
 OWN_STATE = "state"
 
@@ -54,13 +55,16 @@ class PortableState:
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
             node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
             if self._placer is None:
-                return jax.tree.map(
-                    lambda leaf, rule: _reshaped(leaf, rule.merged(leaf.shape)), node, follows
-                )
+                if not self.layer_axis:
+                    return node
+                pairs = node["stages"], follows["stages"]
+                merge = jax.tree.map(lambda a, rule: _reshaped(a, rule.merged(a.shape)), *pairs)
+                return node | {"stages": merge}
             _check_single_values(path, node["stages"], follows["stages"])
-            return self._placer.in_model_order(node, follows)
+            return self._placer.in_model_order(node, follows, padding, merges=self.layer_axis)
 
         follows = self._follows(state)
+        padding = padding_of(state["params"])
         found = jax.tree_util.tree_map_with_path(outside, state, follows, is_leaf=is_params)
         return dict(found)
 

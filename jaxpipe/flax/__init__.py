@@ -25,4 +25,4 @@ __all__ = [
     "submodules",
 ]
 
-IMPORTS = ("arrays", "errors", "layouts", "model")
+IMPORTS = ("arrays", "errors", "jaxprs", "layouts", "model")

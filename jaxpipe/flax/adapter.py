@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from ..arrays import Params, PyTree, described, in_rows, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
+from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
-from ..model.param_layout import EMBEDDING, LOSS
 from ..model.replaced import Replaced
 from ..model.settings import is_spec
 from .units import Unit, UnitCall

@@ -17,8 +17,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
+from ..jaxprs.dataflow import inputs_of
 from ..layouts.layout import Layout
-from ..model.arguments import inputs_of
 from .adapter import BlockSettings, adapt
 from .front_ends import (
     LinenModel,

@@ -23,5 +23,6 @@ IMPORTS = (
     "schedules",
     "spmd",
     "stage",
+    "storage",
     "table",
 )

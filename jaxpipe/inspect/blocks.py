@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves, Params, PyTree, accumulator_dtype, is_key
 from ..jaxprs.entry import Destination, Entry, Slot, Total
 from ..jaxprs.slots import InSlots, run_in_slots
-from ..model.param_layout import with_outer
-from ..model.partition import leaf_plans, trained
+from ..model.layers import with_outer
 from ..model.settings import automatic
 from ..pipeline import Pipeline
 from ..spmd.block import empty, while_once, without_weak_types
@@ -26,6 +25,7 @@ from ..spmd.pools import StageEntries
 from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs, split_entries
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
 from ..stage.model_code import lower, trace
+from ..storage.plan import leaf_plans, trained
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .programs import heap_bytes

@@ -18,10 +18,8 @@ from ..errors import Fits, PipelineError, typed
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
+from ..model.layers import OUTER, with_outer
 from ..model.model import Model
-from ..model.packed import stacks_of_layers
-from ..model.param_layout import OUTER, with_outer
-from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
 from ..planner.candidate import PipelinePlan
@@ -34,6 +32,8 @@ from ..spmd.xla import compiled_alone, outer_specs
 from ..stage.code import RESIDUALS, run
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
+from ..storage.plan import PART, LeafPlan, leaf_plans, trained
+from ..storage.table import stacks_of_layers
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .blocks import (

@@ -1,3 +1,3 @@
-"""A user's functions and parameters, and where the parameters are on a mesh."""
+"""A user's functions, their batches, and what each axis of a mesh is for."""
 
-IMPORTS = ("arrays", "engine", "errors", "jaxprs", "layouts", "table", "transforms")
+IMPORTS = ("arrays", "engine", "errors", "jaxprs", "layouts", "table")

@@ -9,13 +9,12 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
 
 from ..arrays import (
@@ -23,7 +22,6 @@ from ..arrays import (
     array_faults,
     by_path,
     described,
-    followed,
     path_text,
     summable,
 )
@@ -84,99 +82,6 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
     return Spread(function, dims, shared)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dim", "size"])
-@dataclass(frozen=True)
-class Padded:
-    """A parameter whose cut dim does not divide: the array with zeros after `size` entries of
-    `dim`.
-    """
-
-    array: Any
-    dim: int
-    size: int
-
-
-def is_padded(node: Any) -> bool:
-    """True for a `Padded`."""
-    return isinstance(node, Padded)
-
-
-def unpadded(tree: PyTree, own: Callable[[Padded], Any] = lambda leaf: leaf.array) -> PyTree:
-    """The tree with the padded arrays themselves, or something else in place of each `Padded`."""
-    return jax.tree.map(
-        lambda leaf: own(leaf) if is_padded(leaf) else leaf, tree, is_leaf=is_padded
-    )
-
-
-def cut_off(tree: PyTree) -> PyTree:
-    """The tree with arrays of their own size, without padding."""
-
-    def own(leaf: Padded) -> Any:
-        if not jax.tree.leaves(leaf) or leaf.array.ndim <= leaf.dim:
-            return leaf.array
-        size = min(leaf.size, leaf.array.shape[leaf.dim])
-        return lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
-
-    return unpadded(tree, own)
-
-
-def cleared(tree: PyTree, axis: str | None = None) -> PyTree:
-    """Gradients with zeros as padding: a function may have a gradient where its parameters are
-    zeros.  `axis`: each device along it has its share of what is cut.
-    """
-
-    def own(leaf: Padded) -> Any:
-        if not jax.tree.leaves(leaf):
-            return leaf
-        dim, length = leaf.dim, leaf.array.shape[leaf.dim]
-        parts, device = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
-        # only the end of the array is written, in place
-        begin = length - min(length, length * parts - leaf.size)
-        end = lax.slice_in_dim(leaf.array, begin, length, axis=dim)
-        place = device * length + begin + lax.broadcasted_iota(jnp.int32, end.shape, dim)
-        end = jnp.where(place < leaf.size, end, jnp.zeros_like(end))
-        array = lax.dynamic_update_slice_in_dim(leaf.array, end, begin, axis=dim)
-        return replace(leaf, array=array)
-
-    return unpadded(tree, own)
-
-
-def pad_like(like: Any, leaf: Any) -> Any:
-    """A leaf with the zeros that `like` has at its end."""
-    if not is_padded(like) or not jax.tree.leaves(like):
-        return like if is_padded(like) else leaf
-    sizes = zip(jnp.shape(like.array), leaf.shape, strict=True)
-    widths = [(0, new - old) for new, old in sizes]
-    return replace(like, array=jnp.pad(leaf, widths))
-
-
-def own_shape(leaf: Any) -> tuple[int, ...] | None:
-    """The shape of a parameter, without padding; None for a frozen one."""
-    array = unpadded(leaf)
-    if array is None or not is_padded(leaf):
-        return None if array is None else jnp.shape(array)
-    return tuple(leaf.size if d == leaf.dim else n for d, n in enumerate(jnp.shape(array)))
-
-
-def padded_like(tree: PyTree, like: PyTree) -> PyTree:
-    """The inverse of `cut_off`: arrays of the tree that belong to a padded one of `like`, by path
-    and shape, with as much padding.
-
-    A path may have more before that of `like`, as that of an optimizer's moment has.
-    """
-    wide = {
-        path: (own_shape(leaf), leaf)
-        for path, leaf in by_path(like, is_padded).items()
-        if is_padded(leaf)
-    }
-
-    def pad(path: Any, leaf: Any) -> Any:
-        found = followed(path_text(path), own_shape(leaf), wide)
-        return leaf if found is None else pad_like(found[1], leaf)
-
-    return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
-
-
 @dataclass(frozen=True)
 class Cuts:
     """Which parameters are cut into as many parts as there are devices."""
@@ -209,31 +114,17 @@ class Cuts:
                     )
         return found
 
-    def pad(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """Parameters whose cut dims all divide."""
+    def sizes(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """For each canonical parameter that may be cut the length of its cut dim; 0 where it is
+        whole.
+        """
 
-        def padded(key: str, path: Any, leaf: Any) -> Any:
-            dim = self.dim(key, path)
-            if dim is None or leaf.shape[dim] % self.parts == 0:
-                return leaf
-            widths = [(0, -n % self.parts * (d == dim)) for d, n in enumerate(leaf.shape)]
-            return Padded(jnp.pad(leaf, widths), dim, leaf.shape[dim])
-
-        return {
-            key: jax.tree_util.tree_map_with_path(partial(padded, key), tree)
-            for key, tree in params.items()
-        }
-
-    def sizes(self, key: str, placed: PyTree) -> PyTree:
-        """For each parameter the whole length of the dim that is cut; 0 where none is."""
-
-        def size(path: Any, leaf: Any) -> int:
-            if is_padded(leaf):
-                return int(leaf.size)
+        def size(key: str, path: Any, leaf: Any) -> int:
             dim = self.dim(key, path)
             return 0 if dim is None else int(leaf.shape[dim])
 
-        return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)
+        of = jax.tree_util.tree_map_with_path
+        return {key: of(partial(size, key), params.get(key, {})) for key in self.dims}
 
 
 # How JAX writes the axes over which an array varies, and those of a spec that it refuses.

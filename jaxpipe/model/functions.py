@@ -18,7 +18,7 @@ from ..arrays import PyTree, by_index, described, is_key, shapes_of, summable, z
 from ..errors import PipelineError
 from ..table.effects import By
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
-from .calls import Context, Cuts, Function, one_array, unpadded
+from .calls import Context, Function, one_array
 from .keys import keys_of
 
 _REAL = (jnp.bool_, jnp.integer, jnp.floating)
@@ -170,9 +170,8 @@ class Functions:
         stages = tuple(replace(function, cached=True) for function in self.stages)
         return replace(self, stages=stages, room=room)
 
-    def over(self, axis: str, cuts: Cuts, params: Mapping[str, PyTree]) -> Functions:
+    def over(self, axis: str, sizes: Mapping[str, PyTree]) -> Functions:
         """The same functions, whose spread ones know the axis and the sizes of whole parameters."""
-        sizes = {key: cuts.sizes(key, params[key]) for key in cuts.dims}
         ends = {}
         for key in filter(self.spreads, ("first", "last")):
             context = {"axis": axis, "sizes": sizes[key], "shared_sizes": sizes.get("shared")}
@@ -307,7 +306,7 @@ class Functions:
 
         A spread one finds a mapped axis of length 1 in the place of the mesh's.
         """
-        run = partial(getattr(self, f"run_{key}"), unpadded(params), x, extra)
+        run = partial(getattr(self, f"run_{key}"), params, x, extra)
         if not self.spreads(key):
             return run()
         axis = getattr(self, key).context["axis"]

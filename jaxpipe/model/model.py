@@ -20,7 +20,7 @@ from ..table.placement import Placement
 from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
-from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
+from .layers import EMBEDDING, LOSS, LayerMap, with_outer
 from .replaced import Replaced, Replacements, in_microbatches
 from .settings import frozen_filter
 
@@ -289,7 +289,7 @@ class Model:
         else:
             functions = self.stage_functions(1 if stacked else len(params["stages"]))
         cuts = Cuts(1, self.cuts(functions))
-        own = replace(self.functions(functions).over(_AXIS, cuts, params), **how)
+        own = replace(self.functions(functions).over(_AXIS, cuts.sizes(params)), **how)
         return Plain(own.for_batch(rows), params, rows, rng, stacked)
 
 

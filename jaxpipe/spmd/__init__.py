@@ -9,5 +9,6 @@ IMPORTS = (
     "model",
     "program",
     "stage",
+    "storage",
     "table",
 )

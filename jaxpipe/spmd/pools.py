@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar, is_key
 from ..jaxprs.entry import Alone, Entry, Slot
-from ..model.packed import Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
+from ..storage.table import Home, Places
 from ..table.effects import MOVES, Place
 from .block import TOKEN, Key, State, write, zeros
 

@@ -32,17 +32,17 @@ from ..arrays import (
     wider,
 )
 from ..jaxprs.entry import Destination, Entry, Piece, StackRow, Total
-from ..model.calls import cleared
 from ..model.functions import mean_over_microbatches
-from ..model.packed import Home, Places, stacks_of_layers
-from ..model.param_layout import OUTER, Chunks
-from ..model.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..model.layers import OUTER
 from ..model.replaced import ADDED, Replacement
 from ..program.ir import Program
 from ..stage.code import StageCode, run
 from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
+from ..storage.chunks import Chunks
+from ..storage.plan import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, By, Place
 from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
 from .pools import Buffers, Packing
@@ -401,7 +401,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
                 return rule.next_value(total, setup.num_microbatches, pipe, data).astype(
                     param.dtype
                 )
-            return total if scale is None else total * scale.astype(total.dtype)
+            total = total if scale is None else total * scale.astype(total.dtype)
+            return plan.cleared(total, setup.axis)
 
         return jax.tree.unflatten(
             jax.tree.structure(like), with_frozen(list(map(one, sums, own, shapes)), every)
@@ -414,8 +415,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     found = {"stages": params["stages"].like(stages)}
     for key in OUTER:
         sums = [total for total in state[Key(GRADIENTS_OF[key])] if total is not None]
-        grads = finished(sums, plans[key], params[key], everyone)
-        found[key] = cleared(grads, setup.axis)
+        found[key] = finished(sums, plans[key], params[key], everyone)
     return results, found
 
 

@@ -22,8 +22,6 @@ from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions, closed_jaxpr
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
-from ..model.packed import Home
-from ..model.partition import leaf_plans, parts_of
 from ..stage.code import (
     COTANGENTS,
     GRADIENT_OF,
@@ -36,6 +34,9 @@ from ..stage.code import (
 )
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
+from ..storage.partition import parts_of
+from ..storage.plan import leaf_plans
+from ..storage.table import Home
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .pools import StageEntries

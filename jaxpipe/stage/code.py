@@ -57,7 +57,7 @@ from ..jaxprs.equations import (
 from ..jaxprs.products import with_wide_products
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
-from ..model.packed import Places
+from ..storage.table import Places
 from ..table.effects import OF_SLICES, By, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
 

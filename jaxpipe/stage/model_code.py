@@ -32,10 +32,10 @@ from ..jaxprs.equations import (
 from ..jaxprs.flat import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput, check_forms
-from ..model.packed import Home, Places
-from ..model.partition import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
+from ..storage.plan import LeafPlan, leaf_plans
+from ..storage.table import Home, Places
 from ..table.effects import By, Offload, Place, longest
 from ..table.kinds import KINDS
 from ..table.schedule import Schedule, named

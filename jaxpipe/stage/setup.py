@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..arrays import Params, PyTree, shape_of
 from ..lowering.plan import Plan
 from ..lowering.target import Form, Target
-from ..model.calls import unpadded
 from ..model.functions import Functions, Loss, share_of
 from ..model.keys import shard_key
-from ..model.param_layout import OUTER, ParamLayout
-from ..model.partition import Partition, gather
+from ..model.layers import OUTER
+from ..storage.chunks import ParamLayout
+from ..storage.partition import Partition
+from ..storage.plan import gather
 from ..table.schedule import Schedule
 
 T = TypeVar("T")
@@ -160,7 +161,7 @@ class Setup:
                 owned=list(map(gather, stages, plans["stages"])),
                 kept=tuple(map(mine, kept)),
                 scale=scale,
-                **{key: unpadded(gather(params[key], plans[key])) for key in OUTER},
+                **{key: gather(params[key], plans[key]) for key in OUTER},
             )
 
     def on_device(self, function: Callable[[], T]) -> T:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
 from ..engine.simulate import simulate
-from ..errors import Count, ScheduleError, typed
+from ..errors import Count, PipelineError, ScheduleError, typed
 from ..table.clock import NEVER
 from ..table.kinds import Action, Kind, Value, readers
-from ..table.schedule import Schedule, check
+from ..table.schedule import Schedule, check, named
 from .rewrites import refuse_transfers, split_backward, without_kinds
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are
@@ -430,3 +430,29 @@ class _TableRun:
             self._waiting.popleft()
         elif self._waiting and self._loop.ready(self._waiting[0]) <= self._loop.free[0]:
             yield self._waiting.popleft()
+
+
+def with_shares(schedule: Schedule, costs: Costs | None, spread: Collection[str]) -> Schedule:
+    """The schedule with L exactly where `last` is spread, and E and G where `first` is;
+    PipelineError where it cannot be.
+
+    They are placed by `costs` where these say how long a share takes.
+    """
+    for name, kind, put in (("last", "L", spread_last), ("first", "E", spread_first)):
+        there = getattr(schedule.encoded, f"spreads_{name}")
+        spreads = name in spread
+        if there and not spreads:
+            raise PipelineError(
+                f"{named(schedule)} has {kind}, a share of `{name}` on every device, "
+                f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
+                "with jaxpipe.transforms.remove_spread"
+            )
+        try:
+            if spreads and not there:
+                timed = costs is not None and getattr(costs, name) is not None
+                schedule = put(schedule, costs=costs if timed else None)
+        except ScheduleError as error:
+            raise PipelineError(
+                f"`{name}` cannot be spread with {named(schedule)}: {error}"
+            ) from error
+    return schedule

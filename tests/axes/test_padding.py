@@ -15,6 +15,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
+from jaxpipe.storage.padding import Padding
 from tests.checkpoint.placements import uneven
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
@@ -127,3 +128,35 @@ def test_room_in_buffers(fsdp: str | None, frozen: str | None) -> None:
     pipe = jp.Pipeline(model, table, mesh_of(2, data=2), sharding=sharding)
     params = {"stages": [{"w": draw((3, 4)), "b": draw(3)}, {"c": draw((2, 3))}], "last": {}}
     check_padding(pipe, params, {"x": draw((8, 4))}, microbatches=4)
+
+
+def test_what_follows_a_parameter_loses_its_zeros_along_the_same_dim() -> None:
+    """Moments, a history of them, and factors with some of the dims; what has other dims stays."""
+    padding = Padding("last/w", dim=0, size=5, shape=(6, 4))
+    for shape, own in (
+        ((6, 4), (5, 4)),
+        ((3, 6, 4), (3, 5, 4)),
+        ((6,), (5,)),
+        ((4,), (4,)),
+        ((), ()),
+    ):
+        assert padding.cut_off(jnp.zeros(shape)).shape == own
+    for shape, placed in (((5, 4), (6, 4)), ((5,), (5,)), ((4, 5), (4, 5))):
+        assert padding.pad(jnp.zeros(shape)).shape == placed
+
+
+def test_trees_of_equal_shapes_with_other_padding_are_of_another_structure() -> None:
+    """Or one of them would run what was compiled for the other."""
+    schedule = jp.schedules.build("gpipe", devices=2, microbatches=2)
+    model = jp.Model(narrow, last=jp.spread(squared))
+    pipe = jp.Pipeline(model, schedule, mesh_of(2))
+
+    def place(rows: int) -> Any:
+        last = {"w": np.ones((rows, 3)), "b": np.ones(2)}
+        return pipe.place({"stages": {"c": np.ones((2, 3))}, "last": last})
+
+    one, other = place(5), place(6)
+    assert one["last"]["w"].shape == other["last"]["w"].shape == (6, 3)
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    assert jax.tree.structure(one) == jax.tree.structure(jax.tree.map(jnp.ones_like, one))
+    assert [pipe.canonical(tree)["last"]["w"].shape for tree in (one, other)] == [(5, 3), (6, 3)]

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from tests.flat import flat_pipeline
@@ -135,3 +136,35 @@ def test_without_the_view_the_same_rule_is_another(pipes: dict[str, jp.Pipeline]
     pipe = pipes["stage"]
     params = pipe.place(canonical("stage", layers(4, seed=0), outer(seed=0)))
     assert jax.tree.leaves(matrices(params["stages"])) == [True, True]
+
+
+@pytest.mark.parametrize("rule", ["muon", "adafactor"])
+def test_devices_run_a_rule_on_layers_that_the_partitioner_splits(rule: str) -> None:
+    """Each device runs it on its own stage, whose layers are split over a tensor axis: what its
+    neighbours along that axis exchange is the same on all of them.
+    """
+    mesh = jax.make_mesh((2, 2), ("pipe", "tensor"), devices=jax.devices()[:4])
+    pipe = flat_pipeline(
+        layers={"t": lambda p, x: x * p["norm"] @ p["w"], "L": lambda p, x, mb: jnp.mean(x)},
+        layout="ttt|tL",
+        schedule=jp.schedules.build("1f1b", devices=2, microbatches=2),
+        mesh=mesh,
+        specs={"stages": {"t": {"w": PartitionSpec(None, "tensor")}}},
+    )
+    own = [layers(4, seed=seed) for seed in range(3)]
+    plain_rule = RULES[rule]()
+    plain, state = own[0], plain_rule.init(own[0])
+    for grads in own[1:]:
+        updates, state = jax.jit(plain_rule.update)(grads, state, plain)
+        plain = optax.apply_updates(plain, updates)
+    params, *rest = (pipe.place({"stages": {"t": stack(each)}, "last": {}}) for each in own)
+    optimizer = jp.per_layer(pipe, RULES[rule]())
+    state, update = pipe.init(optimizer, params), jax.jit(optimizer.update)
+    jp.inspect.check_collectives(update.lower(rest[0], state, params).compile(), mesh)
+    for grads in rest:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    found = pipe.canonical(params)["stages"]["t"]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(stack(plain)), strict=True):
+        # the tolerance of the rules above, for the same reason
+        np.testing.assert_allclose(a, b, rtol=100 * FLOAT64, atol=100 * FLOAT64)

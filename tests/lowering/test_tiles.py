@@ -13,7 +13,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.model import partition
+from jaxpipe.storage import plan
 from tests.axes import model as axes_model
 from tests.axes.model import SPECS, batch, build, canonical, like_truth, truth, worst_error
 from tests.parity.tolerance import FLOAT64
@@ -27,7 +27,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every test below has functions of its own: equal pipelines would share compiled code.
     monkeypatch.setattr(RunsOn, "tile", TILE)
     monkeypatch.setattr(Target, "on_tpus", True)  # accumulators in order, sums by parts
-    monkeypatch.setattr(partition, "PART", 64)
+    monkeypatch.setattr(plan, "PART", 64)
 
 
 @pytest.mark.parametrize(

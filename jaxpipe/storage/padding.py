@@ -1,0 +1,77 @@
+"""Parameters that are cut over the pipe axis, padded where their dim does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..arrays import PyTree, path_text
+from ..model.calls import Cuts
+
+
+class Padding(NamedTuple):
+    """The zeros of a parameter: they follow its own `size` entries along a dim."""
+
+    path: str  # canonical, "last/w"
+    dim: int
+    size: int
+    shape: tuple[int, ...]  # with the zeros
+
+    @classmethod
+    def of(cls, cuts: Cuts, params: Mapping[str, PyTree]) -> tuple[Padding, ...]:
+        """Those of canonical parameters."""
+        found = []
+        for key in sorted(cuts.dims):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params.get(key, {})):
+                dim = cuts.dim(key, path)
+                if dim is not None and (zeros := -leaf.shape[dim] % cuts.parts):
+                    shape = tuple(n + zeros * (d == dim) for d, n in enumerate(leaf.shape))
+                    name = "/".join(filter(None, [key, path_text(path)]))
+                    found.append(cls(name, dim, leaf.shape[dim], shape))
+        return tuple(found)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The shape without the zeros."""
+        return tuple(self.size if d == self.dim else n for d, n in enumerate(self.shape))
+
+    def cut_off(self, leaf: Any) -> Any:
+        """The parameter, or what follows it (with further axes before its own, or fewer), without
+        the zeros.
+        """
+        dim = self.dim + max(0, leaf.ndim - len(self.shape))
+        if leaf.ndim <= dim or leaf.shape[dim] != self.shape[self.dim]:
+            return leaf
+        return lax.slice_in_dim(leaf, 0, self.size, axis=dim)
+
+    def pad(self, leaf: Any) -> Any:
+        """The inverse, of what has the parameter's shape."""
+        return padded_to(leaf, self.shape) if jnp.shape(leaf) == self.own else leaf
+
+
+def padded_to(leaf: Any, shape: Sequence[int]) -> Any:
+    """A leaf with zeros at its end, up to this shape."""
+    widths = [(0, new - old) for new, old in zip(shape, jnp.shape(leaf), strict=True)]
+    return jnp.pad(leaf, widths) if any(width for _, width in widths) else leaf
+
+
+def by_parameter(
+    change: Callable[[Padding, Any], Any],
+    parts: Mapping[str, PyTree],
+    padding: Sequence[Padding],
+) -> dict[str, PyTree]:
+    """By part of the model trees whose paths end with those of parameters, with what the padding
+    of these makes of a leaf: `Padding.cut_off` or `Padding.pad`.
+    """
+
+    def changed(path: Any, leaf: Any) -> Any:
+        name = f"/{path_text(path)}"
+        own = (each for each in padding if each.path.split("/")[0] == path[0].key)
+        found = next((each for each in own if name.endswith(f"/{each.path}")), None)
+        return leaf if found is None else change(found, leaf)
+
+    return dict(jax.tree_util.tree_map_with_path(changed, dict(parts)))

@@ -1,0 +1,212 @@
+"""How each placed leaf is split over the mesh besides its stage (tensor, fsdp, and outer parameters
+over the pipe axis), how a step gathers it, and how its gradient is reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..arrays import PyTree
+from ..model.replaced import Replacement
+from ..model.settings import names_of, trimmed
+from .table import BufferKey, Parameter
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one placed leaf is stored.
+
+    Dims that are split over manual axes are gathered once a step, and gradients are scattered back.
+    Other dims may be split by the partitioner.  Dims count from the stage's own first one, without
+    the leading axis of devices.
+    """
+
+    stage: bool
+    gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
+    auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
+    frozen: bool = False  # no gradient, no accumulator
+    replaced: Replacement | None = None  # its gradient is its next value, by this rule
+    # (mesh axis, dim) of a share that functions work on, never gathered: the pipe axis for spread
+    # functions, and data axes that specs name
+    held: tuple[tuple[str, int], ...] = ()
+    # (dim, length without padding) that is cut over the pipe axis, for functions that are spread
+    cut: tuple[int, int] | None = None
+    pinned: bool = False  # the partitioner shall not split what `auto` does not say
+    # the parameters that are in the leaf, and how, where it is a buffer
+    parameters: tuple[tuple[Parameter, BufferKey | None], ...] = ()
+
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer is for it."""
+        return not self.frozen and self.replaced is None
+
+    def spec(self, axis: str, *, manual: bool = False) -> PartitionSpec:
+        """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
+        second step would be compiled again.  `manual`: the part of it that `shard_map` is given.
+        """
+        entries = [None] * len(self.auto) if manual else list(self.auto)
+        for name, dim in (*self.gathers, *self.held):
+            entries[dim] = name
+        return trimmed(*([axis] if self.stage else []), *entries)
+
+    def local(self, axes: Sequence[str]) -> PartitionSpec:
+        """How the whole parameter is split over those of the axes along which functions work on
+        their share.
+        """
+        found = {dim: name for name, dim in self.held if name in axes}
+        return trimmed(*(found.get(dim) for dim in range(len(self.auto))))
+
+    def gather(self, leaf: Any) -> Any:
+        """The whole parameter of this device's stage."""
+        if not self.gathers:
+            return leaf
+
+        def gathered(part: Any) -> Any:
+            for name, dim in self.gathers:
+                part = lax.all_gather(part, name, axis=dim, tiled=True)
+            return part
+
+        return self._on_parts(gathered, leaf)
+
+    def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
+        """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those
+        that the parameter is split over.
+        """
+        held = {name: dim for name, dim in self.gathers if name in reduced}
+        if not held:
+            return grad
+
+        def scattered(part: Any) -> Any:
+            for name in [n for n in reduced if n in held]:
+                part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
+            return part
+
+        return self._on_parts(scattered, grad)
+
+    def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
+        """Run a collective on each device's part of a leaf that the partitioner splits too.
+
+        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it
+        would bring together the whole leaf on every device first, which is as many times the memory
+        and the traffic as the tensor axis is long.
+        """
+        names = {name for entry in self.auto for name in names_of(entry)}
+        if not names:
+            return collective(leaf)
+        spec = PartitionSpec(*self.auto)
+        return jax.shard_map(
+            collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+        )(leaf)
+
+    def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes over which the gradient is summed without being split."""
+        held = {name for name, _ in (*self.gathers, *self.held)}
+        return tuple(n for n in reduced if n not in held)
+
+    def cleared(self, grad: Any, axis: str | None = None) -> Any:
+        """A gradient with zeros as padding, as a function may have one where its parameters are
+        zeros.  `axis`: each device along it has its share.
+        """
+        if self.cut is None or grad is None:
+            return grad
+        (dim, size), length = self.cut, grad.shape[self.cut[0]]
+        parts, device = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
+        if length * parts == size:
+            return grad
+        # only the end of the array is written, in place
+        begin = length - min(length, length * parts - size)
+        end = lax.slice_in_dim(grad, begin, length, axis=dim)
+        place = device * length + begin + lax.broadcasted_iota(jnp.int32, end.shape, dim)
+        end = jnp.where(place < size, end, jnp.zeros_like(end))
+        return lax.dynamic_update_slice_in_dim(grad, end, begin, axis=dim)
+
+    def constrain(self, leaf: Any) -> Any:
+        """Tell the partitioner how a buffer of the parameter's shape is split."""
+        if all(a is None for a in self.auto) and not self.pinned:
+            return leaf
+        return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
+
+
+def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """The leaves that have a gradient."""
+    return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
+
+
+def with_frozen(values: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """A leaf for each parameter, None for those that are frozen."""
+    own = iter(values)
+    return [None if plan.frozen else next(own) for plan in plans]
+
+
+def gather(tree: PyTree, plans: PyTree) -> PyTree:
+    """Whole parameters from their parts."""
+    return jax.tree.map(lambda leaf, plan: plan.gather(leaf), tree, plans)
+
+
+def leaf_plans(plans: PyTree) -> list[LeafPlan]:
+    """The plans of a tree, in leaf order."""
+    return jax.tree.leaves(plans)
+
+
+def reduce_gradients(
+    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str], *, by_parts: bool = False
+) -> list[Any]:
+    """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective.
+    Those of leaves that are replaced stay as they are.
+
+    With `by_parts` large gradients are summed in place, part by part.  XLA for TPUs gives the
+    result of a collective room of its own.
+    """
+    scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, plan in enumerate(plans):
+        names = () if plan.replaced else plan.whole_axes(axes)
+        if names and by_parts and scattered[i].nbytes > PART:
+            scattered[i] = _summed_by_parts(scattered[i], plan, names)
+        elif names:
+            groups.setdefault(names, []).append(i)
+    for names, members in groups.items():
+        sums = lax.psum([scattered[i] for i in members], names)
+        for i, value in zip(members, sums, strict=True):
+            scattered[i] = value
+    return scattered
+
+
+PART = 2**22  # bytes that are summed at a time
+
+
+def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
+    """The sum over mesh axes, in place: a loop over each dim that the partitioner does not split,
+    until the rest of the array is one part.
+    """
+
+    def rest(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+        """The sum of all that has these first indices."""
+        if (dim := len(starts)) == total.ndim:
+            part = lax.psum(lax.dynamic_slice(total, starts, sizes), names)
+            return plan.constrain(lax.dynamic_update_slice(total, part, starts))
+        length, row = total.shape[dim], math.prod((*sizes, *total.shape[dim + 1 :]))
+        count = PART // (row * total.dtype.itemsize)
+        if plan.auto[dim] is not None or count >= length:
+            return rest(total, (*starts, jnp.int32(0)), (*sizes, length))
+        # whole tiles of a TPU's memory
+        count = max(1, count - count % 8 if count > 8 else count)
+        trips, left = divmod(length, count)
+
+        def trip(k: Any, total: Any) -> Any:
+            return rest(total, (*starts, k * count), (*sizes, count))
+
+        total = lax.fori_loop(jnp.int32(0), jnp.int32(trips), trip, total)
+        if not left:
+            return total
+        return rest(total, (*starts, jnp.int32(trips * count)), (*sizes, left))
+
+    return rest(total, (), ())
