@@ -43,6 +43,7 @@ from .param_layout import (
     EMBEDDING,
     LOSS,
     OUTER,
+    Chunks,
     LayerMap,
     ParamLayout,
     owner_faults,
@@ -102,6 +103,22 @@ def _checkpointed(
         return out
 
     return run
+
+
+def gather_faults(stages: Chunks, plans: PyTree, *, state: bool) -> list[str]:
+    """Why the stages of these placed parameters cannot be gathered several times a step."""
+    shapes = {
+        (jax.tree.structure(chunk), *(leaf.shape for leaf in jax.tree.leaves(chunk)))
+        for chunk in stages
+    }
+    what = {
+        "the chunks of a device store unlike parameters": len(shapes) > 1,
+        "stages take `state`": state,
+        "parameters of stages are replaced": any(plan.replaced for plan in leaf_plans(plans)),
+    }
+    out = "gather them once a step: jaxpipe.add_gathers without max_active="
+    gathers = "the table gathers stages more than once a step"
+    return [f"{gathers}, but {why}; {out}" for why, holds in what.items() if holds]
 
 
 def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -> Schedule:
