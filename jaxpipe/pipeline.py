@@ -17,6 +17,7 @@ from .errors import PipelineError, typed
 from .jaxprs.loops import with_counted_loops
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
+from .lowering.rooms import rooms_of
 from .lowering.target import Target
 from .model.arguments import (
     check_costs,
@@ -120,8 +121,10 @@ class Pipeline:
         functions = model.functions(rematerialised(stages, memory.remat))
         self.functions = replace(functions, slices=schedule.slices)
         spread = [key for key in ("first", "last") if functions.spreads(key)]
-        # Parameters are gathered once a step, whatever the table says.
-        self.schedule = with_shares(remove_gathers(schedule), costs, spread)
+        # Where nothing is split, or all is gathered once a step, no action is needed.
+        if sharding.fsdp is None or mesh.shape[sharding.fsdp] == 1 or not rooms_of(schedule):
+            schedule = remove_gathers(schedule)
+        self.schedule = with_shares(schedule, costs, spread)
         cuts = Cuts(schedule.num_devices, model.cuts(stages))
         self.partition = Partition(
             self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced

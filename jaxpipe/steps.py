@@ -22,6 +22,7 @@ from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
+from .lowering.rooms import rooms_of
 from .lowering.target import Target
 from .model.arguments import key_faults, scale_faults
 from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
@@ -31,10 +32,11 @@ from .model.model import Plain
 from .model.settings import Memory, as_automatic, in_context, on_mesh, own_context
 from .stage.setup import Clock, Setup
 from .storage.chunks import Chunks, param_faults, state_faults
-from .storage.partition import Partition
+from .storage.partition import Partition, gather_faults
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule, named
-from .transforms.rewrites import forward_only, without_kinds
+from .transforms.add_gathers import add_gathers
+from .transforms.rewrites import forward_only, remove_gathers, without_kinds
 
 
 class PreparedStep(Protocol):
@@ -190,6 +192,10 @@ class StepRunner:
         plans, own = self.check(*arguments, whole=training), self.partition
         functions = functions.over(own.axis, own.sizes(plans))
         plan = self.plan if training else self._forward_plan(call, batch)
+        if plan.ticks.rooms is not None:
+            stages, state = arguments[0]["stages"], functions.has_state
+            faults = gather_faults(stages, plans["stages"], state=state)
+            PipelineError.refuse(_REFUSED, faults)
         split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
         return Setup(
             plan=plan,
@@ -331,7 +337,10 @@ class StepRunner:
         rows = num_rows(batch, self.functions.whole) // self.partition.data_size
         sequences = range(1, self.sequences + 1)
         count = table.slices * max(count for count in sequences if rows % count == 0)
-        return plan_of(forward_only(table, count), overheads=self.target.overheads)
+        table, rooms = forward_only(remove_gathers(table), count), rooms_of(self.schedule)
+        if rooms is not None:
+            table = add_gathers(table, max_active=rooms.count)
+        return plan_of(table, overheads=self.target.overheads)
 
 
 def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:

@@ -24,6 +24,8 @@ from ..table.clock import EventLoop
 from ..table.effects import TOGETHER, Liveness, Offload
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
+from ..transforms.rewrites import remove_gathers
+from .rooms import rooms_of
 from .slots import assign_slots
 from .spans import segments_of, span_candidates
 from .target import (
@@ -321,8 +323,12 @@ def plan_of(
     cheapest.  Those with the fewest predicates around collective actions come first: no CUDA
     graph holds a collective, so the host waits.
     """
+    rooms = rooms_of(schedule)
+    schedule = remove_gathers(schedule)
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
-    if any(followed(schedule, kinds).any() for kinds in (W_THEN_F, *F_THEN_PART)):
+    if rooms is not None:  # a W and the F after it may use one room in turn
+        ways = [replace(ticks, rooms=rooms) for ticks in ways]
+    elif any(followed(schedule, kinds).any() for kinds in (W_THEN_F, *F_THEN_PART)):
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     seconds = costs or (COMMUNICATING if as_one else ASSUMED)
     timed = [(plan.makespan_of(seconds), plan) for ticks in ways for plan in plans_of(ticks)]

@@ -60,7 +60,7 @@ class _Code:
         self._blocks = np.array([len(template.blocks) for _, template in templates], np.int64)
         self._span = 2 * int(self._blocks.max(initial=0)) + 2
         self.lanes = max((len(template.permutes) for _, template in templates), default=0)
-        chunks = 1 + int(ticks.schedule.chunks.max(initial=0))
+        chunks = 1 + int(ticks.chunks.max(initial=0))
         self._template = np.zeros(ticks.num_ticks, np.int64)  # the number of each tick's
         self._place = np.zeros((count, len(Kind), chunks, 2), np.int64)
         self._lane = np.full((count, len(Payload), devices, devices), -1)
@@ -174,10 +174,11 @@ class _Writer:
         table = ticks.schedule.encoded
         self._schedule, self._actions, self._liveness = ticks.schedule, table, liveness
         self._segments, self._code = tuple(segments), _Code(segments, ticks)
-        self._when, self._joint = ticks.when, ticks.joint
+        self._when, self._joint, self._rooms = ticks.when, ticks.joint, ticks.rooms
+        self._chunks = ticks.chunks
         self._number = table.stage * table.num_microbatches + table.microbatch
         keeps = (~table.recomputed).astype(np.int64)
-        blocks = table.kind, ticks.schedule.chunks, keeps
+        blocks = table.kind, ticks.chunks, keeps
         self._runs = self._code.during(ticks.when, *blocks)  # the moment of each action
         lanes, shape = max(self._code.lanes, 1), (ticks.num_ticks, table.num_devices)
         self._arrival = {name: np.zeros((lanes, *shape), np.int32) for name in ARRIVAL}
@@ -201,6 +202,7 @@ class _Writer:
             tuple(Record(dict(zip(ARRIVAL, each, strict=True))) for each in lanes),
             (of(*SHARES),) if self._actions.shares.any() else (),
             (record(MOVE),) if moves else (),
+            () if self._rooms is None else (self._rooms.links(self._when, shape),),
         )
 
     def _moved(self) -> IntArray:
@@ -237,6 +239,7 @@ class _Writer:
             self._liveness,
             self._joint,
             together=self._together,
+            room=None if self._rooms is None else self._rooms.room,
         )
 
     def _write_actions(self) -> None:
@@ -244,7 +247,7 @@ class _Writer:
         table = self._actions
         columns = {
             "kind": table.kind,
-            "chunk": self._schedule.chunks,
+            "chunk": self._chunks,
             "stage": table.stage,
             "microbatch": table.microbatch,
             **flags_of(table),

@@ -34,6 +34,7 @@ from ..table.kinds import (
 from ..table.order import waiting
 from ..table.schedule import Schedule
 from ..table.text import grid
+from .rooms import Rooms
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
 
@@ -69,6 +70,13 @@ class Ticks:
     period: int = 1
     # backwards that run as one block with a forward of their tick
     joint: tuple[Kind, ...] = JOINT
+    # of parameters that are gathered during the step
+    rooms: Rooms | None = None
+
+    @property
+    def chunks(self) -> IntArray:
+        """Per action, the chunk or the room of its stage."""
+        return self.schedule.chunks if self.rooms is None else self.rooms.room
 
     @cached_property
     def num_ticks(self) -> int:
@@ -110,7 +118,7 @@ class Ticks:
         """The blocks that occur; and `[tick, block]`: how many devices run it, and how many of them
         for the first, the last, a locally consumed stage.
         """
-        table, chunk = self.schedule.encoded, self.schedule.chunks
+        table, chunk = self.schedule.encoded, self.chunks
         every = len(Kind), 1 + int(chunk.max(initial=0)), 2
         numbers = np.ravel_multi_index((table.kind, chunk, (~table.recomputed).astype(int)), every)
         blocks, block = np.unique(numbers, return_inverse=True)

@@ -74,6 +74,15 @@ _SHARE = ("kind", "microbatch", "is_source")
 # it has: nothing is sent to the device and none of its slots is free, or the tick has no such
 # permute.
 ARRIVAL = ("slot", "takes")
+
+
+def links_of(rooms: int) -> tuple[str, ...]:
+    """The columns of the chunks whose parameters are gathered into each room before a tick's
+    blocks, and of those to which the gradients in each room are reduced after them.
+    """
+    return tuple(f"{name}_{room}" for name in ("gather", "reduce") for room in range(rooms))
+
+
 # The residuals of a forward that go to the host's memory in a tick, and those that come back, by
 # the numbers of their values (stage * M + microbatch).
 MOVE = tuple(column for move in MOVES for column in move.columns)
@@ -107,6 +116,8 @@ class TickRecord(Generic[A]):
     collectives: tuple[Record[A], ...] = ()
     # one where anything waits on the host, else none
     moves: tuple[Record[A], ...] = ()
+    # one where parameters are gathered during the step, else none: see `links_of`
+    links: tuple[Record[A], ...] = ()
 
     def of(self, kind: Kind) -> Record[A]:
         """The record of what a kind does."""
@@ -132,7 +143,7 @@ class TickRecord(Generic[A]):
 
     def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
         """A function of every column."""
-        several = (self.arrivals, self.collectives, self.moves)
+        several = (self.arrivals, self.collectives, self.moves, self.links)
         more = (tuple(record.map(function) for record in records) for records in several)
         return TickRecord(self.forward.map(function), self.backward.map(function), *more)
 
@@ -146,7 +157,7 @@ class TickRecord(Generic[A]):
     def columns(self) -> list[A]:
         """All columns in their order."""
         records = [self.forward, self.backward]
-        records += (*self.arrivals, *self.collectives, *self.moves)
+        records += (*self.arrivals, *self.collectives, *self.moves, *self.links)
         return [column for record in records for column in record.columns.values()]
 
 
@@ -223,6 +234,12 @@ def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> s
         if arrival.takes and any(target == device for _, target in permute.pairs):
             late = f"+{permute.delay}" if permute.delay else ""
             parts.append(f"<{POOL_OF[permute.payload].letter}{arrival.slot}{late}")
+    parts[:0] = [
+        f"{chunk}>{name}"
+        for each in record.links
+        for name, chunk in each.columns.items()
+        if chunk != NOBODY
+    ]
     parts += [
         f"{_slots(each, move.reads)}>{_slots(each, move.writes)}"
         for each in record.moves
@@ -267,6 +284,14 @@ class Program:
     liveness: Liveness
     joint: tuple[Kind, ...] = JOINT  # backwards that a forward of their tick runs with
     together: bool = False  # a microbatch has one slot number in all pools of `TOGETHER`
+    # per action of the schedule, the room of its stage's parameters where they are gathered during
+    # the step: the chunk of the records
+    room: NDArray[np.int64] | None = None
+
+    @property
+    def num_rooms(self) -> int:
+        """The most stages whose parameters a device gathers at a time; 0 where it has all."""
+        return 0 if self.room is None else 1 + int(self.room.max(initial=0))
 
     @property
     def num_ticks(self) -> int:

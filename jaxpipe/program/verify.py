@@ -8,9 +8,7 @@ compilation.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, TOGETHER, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
+from .gathers import Fault, ProgramRule, gather_faults
 from .ir import NOBODY, POOL_OF, SENT_TO, Program
 from .segments import FLAGS, BlockUse, Permute, Presence, Segment, Transit, room_of
 
@@ -28,41 +27,6 @@ At: TypeAlias = tuple[Ints, Ints]
 BoolTable: TypeAlias = NDArray[np.bool_]
 # The value of a slot that nobody wrote, or that a permute without a message for the device wrote.
 NOTHING = -1
-
-
-class ProgramRule(enum.Enum):
-    """The rules that `verify` checks."""
-
-    SEGMENTS = "segments"  # the segments cover every tick once, in order
-    PERMUTE = "permute"  # a permute has distinct sources and targets, all up or all down
-    # what arrives has a permute; transfers end in the trip that begins them or the next
-    EXCHANGE = "exchange"
-    # every action of the table runs exactly once, on its device; so every gradient is added exactly
-    # once
-    ACTION = "action"
-    # a collective action has a tick of its own
-    COLLECTIVE = "collective"
-    # the template has the code of each action, and its code does nothing else
-    CODE = "code"
-    SLOT = "slot"  # every slot exists
-    VALUE = "value"  # every read finds the value that it needs
-    OVERWRITTEN = "overwritten"  # no value is overwritten before its last read
-    POOL = "pool"  # no pool is larger, or smaller, than its peak
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One broken rule, with where it was found."""
-
-    rule: ProgramRule
-    message: str
-    tick: int | None = None
-    device: int | None = None
-
-    def __str__(self) -> str:
-        places = (("tick", self.tick), ("device", self.device))
-        where = ", ".join(f"{name} {at}" for name, at in places if at is not None)
-        return f"{self.rule.value}{f' [{where}]' if where else ''}: {self.message}"
 
 
 # The place of what is done when a tick is over, after all that its blocks do.
@@ -141,7 +105,7 @@ def _running(program: Program) -> Iterator[Running]:
 
 def _code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """Broken rules of actions and of the code that runs them."""
-    for rule in (_action_faults, _collective_faults, _run_faults):
+    for rule in (_action_faults, _collective_faults, _run_faults, gather_faults):
         yield from islice(rule(program), _MOST_LISTED)
     yield from islice(_template_faults(program, blocks), _MOST_LISTED)
 
@@ -152,7 +116,8 @@ def _action_faults(program: Program) -> Iterator[Fault]:
     """
     table = program.schedule.encoded
     done = np.zeros(table.num_actions, np.int64)
-    expected = {"chunk": program.schedule.chunks, **flags_of(table)}
+    chunks = program.schedule.chunks if program.room is None else program.room
+    expected = {"chunk": chunks, **flags_of(table)}
     for _, record in program.ticks.actions:
         tick, device = at = np.nonzero(record.kind != NOBODY)
         columns = {name: column[at].astype(int) for name, column in record.columns.items()}

@@ -34,6 +34,7 @@ from .block import (
     without_weak_types,
     write,
 )
+from .gathers import in_room
 from .pools import InPool, put, taken, unfilled
 from .step import DeviceStep, Operand
 
@@ -81,6 +82,8 @@ class DeviceAction:
         """Whether its code has an effect."""
         if self.use.block.is_share:
             return True
+        if effect.place is Place.PARAMETERS:
+            return bool(self.step.program.num_rooms)
         code, result = self._operand(By.STAGE).code, effect.result
         if effect.when == "has_loss" and not code.avals[Place.LOSSES]:
             return False
@@ -238,6 +241,8 @@ class DeviceAction:
     def _code(self, by: By, found: Mapping[Place, Leaves], state: State) -> InSlots:
         """The code of a function: (consts, parameters, inputs, extra, once, what it takes)."""
         operand, called = self._operand(by), self._signature(by)
+        if by is By.STAGE and self.step.program.num_rooms:
+            operand = in_room(self.step, operand, self.use.block.chunk, self.stage_kind, state)
         code, row = operand.code, self.row
         ends = {By.FIRST: 0, By.LAST: len(self.step.code.kind_of) - 1}
         stage = row.stage if by is By.STAGE else jnp.full_like(row.microbatch, ends[by])

@@ -34,7 +34,7 @@ class Key(NamedTuple):
 State: TypeAlias = dict[Key, Any]
 
 TOKEN = Key(Place.ORDER)
-_BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE)
+_BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE, Place.PARAMETERS, Place.REDUCED)
 
 
 def of_chunk(place: Place, chunk: int) -> Key:

@@ -20,6 +20,7 @@ from ..model.settings import is_explicit
 from ..program.ir import Program
 from ..stage.model_code import ModelCode, lower, trace
 from ..stage.setup import Setup
+from .gathers import empty_rooms
 from .pools import Buffers, StageEntries, shared_buffers
 from .segment import SegmentCode
 from .step import DeviceStep, finish
@@ -123,12 +124,12 @@ class TracedStep:
         everywhere = waits and (assumed or self.code.permutes)
         if everywhere and setup.clock is not None:
             raise PipelineError(CANNOT_BE_TIMED)
-        inputs = setup.load(params, *arguments)
+        inputs = setup.load(params, *arguments, whole=not program.num_rooms)
         with jax.named_scope("prepare"):
             step = DeviceStep(
                 setup, inputs, self.code, program, self.buffers, everywhere=everywhere
             )
-            state = step.empty_state()
+            state = step.empty_state() | empty_rooms(step)
             # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
             table = jnp.asarray(_narrow(np.stack(program.ticks.columns, axis=-1)))
             device = lax.axis_index(setup.axis)

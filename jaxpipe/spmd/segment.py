@@ -27,6 +27,7 @@ from ..stage.setup import Clock, Setup
 from ..table.kinds import Kind
 from .actions import DeviceAction, pair_block
 from .block import TOKEN, BlockCode, Key, State, is_ordered, run_where, settled
+from .gathers import gathered, reduced
 from .pools import HostMoves
 from .step import DeviceStep
 
@@ -129,7 +130,7 @@ class SegmentCode:
         """One tick; `brought` records the transfers in flight."""
         row, begun, ticks = rows[j], -1, self.segment.sharing(j)
         moves = HostMoves(self.step.packing, self._program, ticks, row)
-        state = moves.begin(state)
+        state = moves.begin(gathered(self.step, ticks, row, state))
         for place, runs in self._runs(j):
             if place != begun:
                 at, begun = Point(j, place), place
@@ -139,7 +140,7 @@ class SegmentCode:
                 with jax.named_scope(self._scope(run)):
                     state = self._run(run, ticks, row, state)
             state = moves.store(state)
-        state, end = moves.end(state), self.segment.end(j)
+        state, end = reduced(self.step, ticks, row, moves.end(state)), self.segment.end(j)
         state = self._issue(self._due(end, rows), state, brought)
         return self._land(end, rows, state, brought)
 

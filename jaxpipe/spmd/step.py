@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
 from ..storage.chunks import Chunks
-from ..storage.plan import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..storage.plan import LeafPlan, gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, By, Place
 from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
@@ -129,6 +129,15 @@ class Operand:
     once: Leaves  # what was hoisted
     gradients: Mapping[Place, Gradients]
     state_places: Places = ()
+    places: Places = ()  # of its own parameters
+
+    def filled(self, leaves: Leaves, shared: Leaves, once: Leaves | None = None) -> Operand:
+        """The operand with its parameters, which are in these leaves, and what was hoisted."""
+        params = [_in_place(place, leaves[place.at]) for place in self.places] + shared
+        if once is None:
+            whole = [p.load() if isinstance(p, Piece | StackRow) else p for p in params]
+            once = run(self.code.hoist, *self.code.consts, *whole)
+        return replace(self, params=params, once=once)
 
 
 def _in_place(place: Home, leaf: Any) -> Any:
@@ -145,7 +154,9 @@ class DeviceStep:
     Attributes:
         everywhere: blocks permute, so all devices run each: see `ModelCode.permutes`.
         blocking: whether a permute holds its device's thread until it is over: see `SegmentCode`.
-        chunks: the parameters of the device's stages, with copies of others'.
+        chunks: the parameters of the device's stages, with copies of others'; the device's parts
+            of them where the program gathers them into rooms, which its blocks have for chunks.
+        whole: the whole ones, or their shapes.
         apart: by chunk, the leaves whose accumulators are an array for each layer.
         operands: by function, chunk and kind of stage.
         seed: the cotangent of one microbatch's loss.
@@ -165,15 +176,18 @@ class DeviceStep:
         self.program = program
         self.packing = Packing(buffers)
         self.everywhere, self.blocking = everywhere, setup.target.on_cpus
-        self.chunks = with_replicas(setup, inputs.owned)
+        self.chunks = self.whole = with_replicas(setup, inputs.owned)
+        rooms, plans = range(program.num_rooms), setup.plans["stages"]
+        if rooms:
+            self.whole = [jax.eval_shape(partial(gather, plans=plans[0]), v) for v in self.chunks]
         self.operands: dict[tuple[By, int, int], Operand] = {}
         shared = self._outer_gradients("shared")
         for held in setup.layout.placement.stages_of:
             for chunk, stage in enumerate(held):
-                key = By.STAGE, chunk, code.kind_of[stage]
-                if key not in self.operands:
-                    self.operands[key] = self._operand(chunk, stage, shared)
-        self.apart = [self._apart(chunk) for chunk in range(len(self.chunks))]
+                for key in product((By.STAGE,), rooms or (chunk,), (code.kind_of[stage],)):
+                    if key not in self.operands:
+                        self.operands[key] = self._operand(chunk, stage, shared)
+        self.apart = [self._apart(chunk) for chunk in rooms or range(len(self.chunks))]
         for name, end in (("first", code.first), ("last", code.last)):
             if end is not None:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
@@ -213,22 +227,19 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
         layout, plans, kept = self.setup.layout, self.plans_of(chunk), self.inputs.kept
-        leaves = jax.tree.leaves(self.chunks[chunk])
         code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.setup.target.on_tpus
-        places = code.places(layout.held(stage, self.chunks).places)
-        params = [_in_place(place, leaves[place.at]) for place in places]
-        params += jax.tree.leaves(self.inputs.shared)
-        whole = [p.load() if isinstance(p, Piece | StackRow) else p for p in params]
-        return Operand(
-            code,
-            params,
-            once=run(code.hoist, *code.consts, *whole),
-            gradients={
-                Place.STAGE_GRADIENTS: Gradients.of(plans, places, splits=on_tpus),
-                **shared,
-            },
-            state_places=layout.held(stage, kept).places if kept else (),
-        )
+        places = code.places(layout.held(stage, self.whole).places)
+        own = Gradients.of(plans, places, splits=on_tpus)
+        state = layout.held(stage, kept).places if kept else ()
+        found = Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
+        if self.program.num_rooms:
+            return found
+        return found.filled(jax.tree.leaves(self.chunks[chunk]), self.shared)
+
+    @property
+    def shared(self) -> Leaves:
+        """The parameters that all stages share."""
+        return jax.tree.leaves(self.inputs.shared)
 
     def _apart(self, chunk: int) -> frozenset[int]:
         """The leaves of a chunk of which all of its kinds of stages take the layers."""
@@ -277,18 +288,18 @@ class DeviceStep:
                 state[Key(place)] = buffer.empty(size, filled=filled)
         if not setup.training:
             return state
-        for v, chunk in enumerate(self.chunks):
-            totals = self._totals(chunk, self.plans_of(v), self.apart[v])
+        for v, apart in enumerate(self.apart):
+            totals = self.totals(self.whole[v], self.plans_of(v), apart)
             state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
         for key, place in GRADIENTS_OF.items():
             plans = leaf_plans(setup.plans[key])
-            state[Key(place)] = self._totals(getattr(self.inputs, key), plans)
+            state[Key(place)] = self.totals(getattr(self.inputs, key), plans)
         return state | {
             Key(Place.SENT_DX): empty(self.buffers[Place.COTANGENT].avals),
             Key(Place.HOST): self.packing.empty(slots.host),
         }
 
-    def _totals(
+    def totals(
         self, tree: PyTree, plans: Sequence[LeafPlan], apart: Set[int] = frozenset()
     ) -> Leaves:
         """Empty accumulators; None for what is frozen, and of what is `apart` one for each
@@ -381,9 +392,10 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     results["state"] = Chunks(merged, setup.layout) if held else ()
     if not setup.training:
         return results, {}
-    chunks = chunks_of(state, Place.STAGE_GRADIENTS)
+    rooms = bool(step.program.num_rooms)
+    chunks = chunks_of(state, Place.REDUCED if rooms else Place.STAGE_GRADIENTS)
     owned = return_replicas(
-        setup, [[_stacked(total) for total in chunk if total is not None] for chunk in chunks]
+        setup, [[stacked(total) for total in chunk if total is not None] for chunk in chunks]
     )
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
@@ -392,7 +404,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         """
         every, by_parts = leaf_plans(plans), setup.target.on_tpus
         own, shapes = trained(every, every), trained(jax.tree.leaves(like), every)
-        sums = reduce_gradients(values, own, axes, by_parts=by_parts)
+        scattered = rooms and axes == setup.data_axes  # those of stages
+        sums = reduce_gradients(values, own, axes, by_parts=by_parts, scattered=scattered)
 
         def one(total: Any, plan: LeafPlan, param: Any) -> Any:
             if rule := plan.replaced:
@@ -419,7 +432,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     return results, found
 
 
-def _stacked(total: Any) -> Any:
+def stacked(total: Any) -> Any:
     """An accumulator as the parameter is stored."""
     return jnp.stack(total) if isinstance(total, tuple) else total
 

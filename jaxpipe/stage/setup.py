@@ -141,9 +141,17 @@ class Setup:
         return shapes
 
     def load(
-        self, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...], scale: Any
+        self,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        kept: tuple[PyTree, ...],
+        scale: Any,
+        *,
+        whole: bool = True,
     ) -> Inputs:
-        """What a device starts from: whole parameters, and rows by microbatch.
+        """What a device starts from: whole parameters, or its parts of those of stages, and rows by
+        microbatch.
 
         The arguments are as `shard_map` passes them: leaves of `params["stages"]` and of the
         stages' own state `kept` are [1, ...], and leaves of the batch are the [rows, ...] of this
@@ -158,7 +166,7 @@ class Setup:
             return Inputs(
                 batch=self.functions.split(batch, self.num_microbatches),
                 rng=mesh_key(rng, self.data_axes, self.data_size),
-                owned=list(map(gather, stages, plans["stages"])),
+                owned=list(map(gather, stages, plans["stages"])) if whole else stages,
                 kept=tuple(map(mine, kept)),
                 scale=scale,
                 **{key: gather(params[key], plans[key]) for key in OUTER},

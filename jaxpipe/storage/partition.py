@@ -297,3 +297,19 @@ class Partition:
         return dict(
             jax.tree.map(lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), plans)
         )
+
+
+def gather_faults(stages: Chunks, plans: PyTree, *, state: bool) -> list[str]:
+    """Why the stages of these placed parameters cannot be gathered several times a step."""
+    shapes = {
+        (jax.tree.structure(chunk), *(leaf.shape for leaf in jax.tree.leaves(chunk)))
+        for chunk in stages
+    }
+    what = {
+        "the chunks of a device store unlike parameters": len(shapes) > 1,
+        "stages take `state`": state,
+        "parameters of stages are replaced": any(plan.replaced for plan in leaf_plans(plans)),
+    }
+    out = "gather them once a step: jaxpipe.add_gathers without max_active="
+    gathers = "the table gathers stages more than once a step"
+    return [f"{gathers}, but {why}; {out}" for why, holds in what.items() if holds]

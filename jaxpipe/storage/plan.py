@@ -157,27 +157,33 @@ def leaf_plans(plans: PyTree) -> list[LeafPlan]:
 
 
 def reduce_gradients(
-    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str], *, by_parts: bool = False
+    grads: Sequence[Any],
+    plans: Sequence[LeafPlan],
+    axes: Sequence[str],
+    *,
+    by_parts: bool = False,
+    scattered: bool = False,
 ) -> list[Any]:
     """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective.
-    Those of leaves that are replaced stay as they are.
+    Those of leaves that are replaced stay as they are, and what is `scattered` already.
 
     With `by_parts` large gradients are summed in place, part by part.  XLA for TPUs gives the
     result of a collective room of its own.
     """
-    scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
+    pairs = zip(grads, plans, strict=True)
+    found = list(grads) if scattered else [plan.scatter(grad, axes) for grad, plan in pairs]
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, plan in enumerate(plans):
         names = () if plan.replaced else plan.whole_axes(axes)
-        if names and by_parts and scattered[i].nbytes > PART:
-            scattered[i] = _summed_by_parts(scattered[i], plan, names)
+        if names and by_parts and found[i].nbytes > PART:
+            found[i] = _summed_by_parts(found[i], plan, names)
         elif names:
             groups.setdefault(names, []).append(i)
     for names, members in groups.items():
-        sums = lax.psum([scattered[i] for i in members], names)
+        sums = lax.psum([found[i] for i in members], names)
         for i, value in zip(members, sums, strict=True):
-            scattered[i] = value
-    return scattered
+            found[i] = value
+    return found
 
 
 PART = 2**22  # bytes that are summed at a time

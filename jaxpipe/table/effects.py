@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .encoded import BoolArray, Encoded
-from .kinds import RECOMPUTE, SPREAD_FIRST, Kind
+from .kinds import RECOMPUTE, SPREAD_FIRST, Kind, Sharded, users
 
 
 class Place(enum.Enum):
@@ -41,8 +41,11 @@ class Place(enum.Enum):
     LOSSES = "losses"
     STAGE_STATE = "stage_state"  # passed from microbatch to microbatch in a stage
     AUX = "aux"  # the further results of `last`
+    # of a stage, where they are gathered during the step
+    PARAMETERS = "parameters"
     # accumulated gradients of parameters
     STAGE_GRADIENTS = "stage_gradients"
+    REDUCED = "reduced"  # those of a stage over the fsdp axis, where this is done during the step
     FIRST_GRADIENTS = "first_gradients"
     LAST_GRADIENTS = "last_gradients"
     SHARED_GRADIENTS = "shared_gradients"
@@ -307,6 +310,11 @@ EFFECTS = (
     Effect(_H, READ, Place.SHARE, Of.DEVICE, by=By.LAST),
     Effect(_H, WRITE, Place.LAST_GRADIENTS, by=By.LAST),
     Effect(_H, WRITE, _SHARED, by=By.LAST),
+    # of what the devices of an fsdp axis split
+    Effect(Kind.U, WRITE, Place.PARAMETERS),
+    *(Effect(kind, READ, Place.PARAMETERS) for kind in users(Sharded.PARAMETERS)),
+    Effect(Kind.X, WRITE, Place.STAGE_GRADIENTS),
+    Effect(Kind.X, WRITE, Place.REDUCED),
 )
 
 

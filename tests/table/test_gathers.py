@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given
 from naive import needs
@@ -13,6 +16,9 @@ from strategies import random_schedule, randoms
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
+from jaxpipe.lowering.plan import plan_of
+from jaxpipe.program.ir import NOBODY
+from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.render import to_svg, to_trace
 from jaxpipe.render.chart import BarPart, Chart
 from jaxpipe.table.kinds import parts
@@ -317,3 +323,40 @@ def test_steps_count_them_like_other_actions():
     assert str(ALONE) == "         | 0   1   2   3   4   5   6   7\n" + (
         "device 0 | 0U0 0F0 1U0 0F1 0D0 1F0 1F1 1D0"
     )
+
+
+ROOMS = jp.add_gathers(table("interleaved_1f1b", 2, 4, 4), max_active=2, reduce=Reduce.EACH_RUN)
+
+
+def test_stages_that_make_room_share_it_in_the_program():
+    program = verify(plan_of(ROOMS).program())
+    assert program.num_rooms == 2
+    assert program.num_ticks == plan_of(remove_gathers(ROOMS)).program().num_ticks
+    (links,) = program.ticks.links
+    held = {name: column != NOBODY for name, column in links.columns.items()}
+    gathers = sum(int(own.sum()) for name, own in held.items() if name.startswith("gather"))
+    assert gathers == count(ROOMS, Kind.U)
+    assert sum(int(own.sum()) for own in held.values()) - gathers == count(ROOMS, Kind.X)
+    assert "0>gather_0" in str(program)
+    assert plan_of(jp.add_gathers(TABLES["zbv"])).program().num_rooms == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "why"),
+    [
+        ("gather_0", lambda chunks: NOBODY, "does not hold the parameters of stage"),
+        ("gather_1", lambda chunks: (chunks + 1) % 4, "does not hold the parameters of stage"),
+        ("reduce_0", lambda chunks: NOBODY, "is never reduced|holds a gradient of chunk"),
+        ("reduce_1", lambda chunks: (chunks + 1) % 4, "reduces chunk"),
+    ],
+)
+def test_a_program_without_one_of_them_is_refused(column, change, why):
+    program = plan_of(ROOMS).program()
+    (links,) = program.ticks.links
+    table = links.columns[column].copy()
+    tick, device = np.argwhere(table != NOBODY)[-1]
+    table[tick, device] = change(table[tick, device])
+    ticks = replace(program.ticks, links=(links.changed(**{column: table}),))
+    found = faults(replace(program, ticks=ticks))
+    assert {fault.rule for fault in found} == {ProgramRule.GATHER}
+    assert any(re.search(why, fault.message) for fault in found)

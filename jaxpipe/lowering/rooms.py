@@ -1,0 +1,107 @@
+"""Pass: give every run of a stage's gathered parameters a room, by liveness, and say in which ticks
+they are gathered and gradients are reduced.
+
+In the program a room is what a chunk is where all parameters are whole: blocks of code are there
+for each room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from ..errors import ScheduleError
+from ..program.ir import NOBODY, IntTable, Record, links_of
+from ..table.encoded import IntArray
+from ..table.gathered import runs_of
+from ..table.kinds import BESIDE, LINKED, Sharded, gatherers
+from ..table.schedule import Schedule
+from ..transforms.rewrites import remove_gathers
+
+
+@dataclass(frozen=True, eq=False)
+class Rooms:
+    """The rooms of a table with U, D and X.
+
+    Attributes:
+        plain: the table without them.
+        room: per action of that table, the room of its stage's parameters; 0 for an action that
+            belongs to no stage.
+        gathers, reductions: of each U and X [4, n]: device, room, chunk, and the number of the
+            action before it in its row of the plain table (-1 for none).
+    """
+
+    plain: Schedule
+    room: IntArray
+    gathers: IntArray
+    reductions: IntArray
+
+    @property
+    def count(self) -> int:
+        """The most rooms of a device."""
+        return 1 + int(self.room.max(initial=0))
+
+    def links(self, when: IntArray, shape: tuple[int, int]) -> Record[IntTable]:
+        """The gathers before each tick's blocks, and the reductions after them, where action i of
+        the plain table runs in tick `when[i]`.
+        """
+        names = links_of(self.count)
+        found = {name: np.full(shape, NOBODY, np.int32) for name in names}
+        for each, after, columns in (
+            (self.gathers, 1, names[: self.count]),
+            (self.reductions, 0, names[self.count :]),
+        ):
+            for device, room, chunk, before in each.T.tolist():
+                tick = after + int(when[before]) if before >= 0 else 0
+                found[columns[room]][tick, device] = chunk
+        return Record(found)
+
+
+@lru_cache(maxsize=64)
+def rooms_of(schedule: Schedule) -> Rooms | None:
+    """The rooms of a table; None where each device gathers each of its stages once, for the whole
+    step.
+
+    A room is free again after the D of its stage; the lowest free one is taken.
+
+    Raises:
+        ScheduleError: a gradient is made in several runs of its stage, whose rooms others have in
+            between.
+    """
+    table = schedule.encoded
+    gather, gradient = (runs_of(table, what) for what in Sharded)
+    is_gather = table.of_kinds(gatherers(Sharded.PARAMETERS))
+    held = np.bincount(table.device[is_gather], minlength=table.num_devices)
+    if (held <= [len(stages) for stages in schedule.placement.stages_of]).all():
+        return None
+    late = np.flatnonzero((gradient.end >= 0) & (gather.end >= 0) & (gradient.end > gather.end))
+    if late.size:
+        action, x = table.text(late[0]), table.text(gradient.end[late[0]])
+        raise ScheduleError(
+            f"the gradient of {action} is reduced by {x}, after its stage has been dropped and its "
+            "room given away; reduce after each run, as jaxpipe.add_gathers(..., "
+            "reduce=jaxpipe.transforms.Reduce.EACH_RUN) does"
+        )
+    room = np.zeros(table.num_actions, np.int64)
+    begin = np.where(gather.begin >= 0, gather.begin, gradient.begin).tolist()
+    for first, stop in pairwise(table.first):
+        free, size = list[int](), 0
+        for i in range(first, stop):
+            if is_gather[i]:
+                room[i] = heapq.heappop(free) if free else size
+                size = max(size, int(room[i]) + 1)
+            elif begin[i] >= 0:
+                room[i] = room[begin[i]]
+            if gather.end[i] == i:
+                heapq.heappush(free, int(room[i]))
+    own, linked = ~table.of_kinds(BESIDE), table.of_kinds(LINKED)
+    count = np.concatenate([[0], np.cumsum(own)])
+    row = count[np.array(table.first)][table.device]
+    before = np.where(count[:-1] > row, count[:-1] - 1, -1)
+    columns = np.stack([table.device, room, schedule.chunks, before])
+    gathers, reductions = (columns[:, linked & each] for each in (is_gather, ~is_gather))
+    return Rooms(remove_gathers(schedule), room[own], gathers, reductions)

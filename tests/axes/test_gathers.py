@@ -1,0 +1,202 @@
+"""Parameters that are gathered during the step: the numbers of one device, and less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jaxpipe as jp
+from jaxpipe.lowering.rooms import rooms_of
+from jaxpipe.transforms import Reduce
+from tests.axes.model import (
+    SPECS,
+    batch,
+    canonical,
+    first,
+    last,
+    like_truth,
+    stage,
+    truth,
+    worst_error,
+)
+from tests.forms import gpu_form
+from tests.tiers import slow
+from tests.tolerance import FLOAT64
+
+M = 4
+SHARDED = jp.Sharding(data="data", fsdp="data")
+# Schedules with chunks, and the most stages that are whole at a time.
+TABLES = [
+    ("interleaved_1f1b", 2, 1),
+    slow("interleaved_1f1b", 3, 2),
+    slow("interleaved_1f1b_overlap", 3, 2),
+    slow("interleaved_zb", 3, 2),
+    slow("looped_bfs", 2, 1),
+    slow("v_half", 2, 1),
+    slow("v_min", 2, 1),
+    ("zbv", 2, 1),
+]
+
+
+def mesh(*more: str) -> Mesh:
+    names = ("pipe", "data", *more)
+    devices = jax.devices()[: 2 ** len(names)]
+    return Mesh(np.array(devices).reshape((2,) * len(names)), names)
+
+
+def table(name: str, chunks: int, most: int, **options: Any) -> jp.Schedule:
+    plain = jp.schedules.build(name, devices=2, microbatches=M, chunks=chunks)
+    return gathered(plain, most, **options)
+
+
+def gathered(plain: jp.Schedule, most: int, **options: Any) -> jp.Schedule:
+    found = jp.add_gathers(plain, max_active=most, reduce=Reduce.EACH_RUN, **options)
+    assert rooms_of(found).count == most, "some stages share their room"
+    return found
+
+
+def check(pipe: jp.Pipeline, *, frozen: tuple[str, ...] = ()) -> None:
+    """Loss, gradients and evaluation are those of one device."""
+    stages = pipe.schedule.num_stages
+    params, rows = pipe.place(canonical(stages)), batch(M)
+    loss, grads = pipe.value_and_grad(params, rows)
+    wanted_loss, wanted = truth(stages, M)
+    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    found = like_truth(pipe.canonical(grads))
+    own = {k: v for k, v in wanted["stages"].items() if k not in frozen}
+    found["stages"] = {k: v for k, v in found["stages"].items() if k not in frozen}
+    assert worst_error(found, wanted | {"stages": own}) <= FLOAT64
+    trained = jax.tree.leaves(pipe.trained(params))
+    for grad, param in zip(jax.tree.leaves(pipe.trained(grads)), trained, strict=True):
+        assert (grad.shape, grad.dtype) == (param.shape, param.dtype)
+        assert grad.sharding.is_equivalent_to(param.sharding, grad.ndim)
+    assert abs(pipe.evaluate(params, rows) - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    assert abs(pipe.loss(params, rows) - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+
+
+MODEL = jp.Model(stage, first=first, last=last)
+
+
+@pytest.mark.parametrize(("name", "chunks", "most"), TABLES)
+def test_loss_and_gradients_equal_one_device(name: str, chunks: int, most: int) -> None:
+    check(jp.Pipeline(MODEL, table(name, chunks, most), mesh(), sharding=SHARDED))
+
+
+@pytest.mark.parametrize("ahead", [0, slow(3)])
+def test_gathers_may_come_late(ahead: int) -> None:
+    schedule = table("interleaved_1f1b", 3, 2, ahead=ahead)
+    check(jp.Pipeline(MODEL, schedule, mesh(), sharding=SHARDED))
+
+
+def test_frozen_parameters_are_gathered_and_have_no_gradient() -> None:
+    model = jp.Model(stage, first=first, last=last, frozen=lambda path, _: path == "stages/w")
+    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+    check(pipe, frozen=("w",))
+
+
+def test_tensor_axes_split_what_is_gathered() -> None:
+    sharding = jp.Sharding(data="data", fsdp="data", specs=SPECS, replicated="tensor")
+    pipe = jp.Pipeline(MODEL, table("interleaved_1f1b", 2, 1), mesh("tensor"), sharding=sharding)
+    check(pipe)
+
+
+@pytest.mark.slow
+def test_the_form_of_gpus() -> None:
+    pipe = jp.Pipeline(MODEL, table("zbv", 2, 1), mesh(), sharding=SHARDED, executor=gpu_form())
+    check(pipe)
+
+
+@pytest.mark.slow
+def test_recomputation_needs_gathered_parameters_too() -> None:
+    plain = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
+    pipe = jp.Pipeline(MODEL, gathered(jp.add_recompute(plain), 1), mesh(), sharding=SHARDED)
+    check(pipe)
+
+
+def test_a_table_that_gathers_once_a_step_is_the_program_without_it() -> None:
+    plain = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
+    once = jp.Pipeline(MODEL, jp.add_gathers(plain), mesh(), sharding=SHARDED)
+    assert once.schedule == plain
+    # where nothing is split there is nothing to gather
+    whole = jp.Sharding(data="data")
+    assert jp.Pipeline(MODEL, table("zbv", 2, 1), mesh(), sharding=whole).schedule == (
+        jp.schedules.build("zbv", devices=2, microbatches=M)
+    )
+
+
+def test_a_device_holds_the_parameters_of_its_rooms_alone() -> None:
+    """Stages of 1 MiB in float32: two matrices of 512 x 256.  Once a step a device gathers four,
+    and has four whole gradients; with one room, one of each, and its halves of four gradients.
+    """
+    width, chunks = 512, 4
+
+    def wide(params: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ params["w"]) @ params["v"]
+
+    def total(_: Any, x: Any, microbatch: Any) -> Any:
+        return jnp.mean(jnp.square(x - microbatch["y"]))
+
+    plain = jp.schedules.build("looped_bfs", devices=2, microbatches=M, chunks=chunks)
+    model = jp.Model(wide, last=total)
+    shapes = {"w": (2 * chunks, width, width // 2), "v": (2 * chunks, width // 2, width)}
+    stages = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    rows = {name: jax.ShapeDtypeStruct((2 * M, width), jnp.float32) for name in "xy"}
+    held = []
+    for schedule in (plain, gathered(plain, 1)):
+        pipe = jp.Pipeline(model, schedule, mesh(), sharding=SHARDED)
+        lowered = pipe.lower(pipe.place({"stages": stages, "last": {}}), rows)
+        held.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    once, often = held
+    # 3 parameters and 3 gradients less, 2 MiB of split gradients more
+    assert once - often > 3 * 2**20, held
+
+
+def square(params: Any, x: Any) -> Any:
+    return x + x @ params["square"]
+
+
+def stages_of(*functions: Any) -> tuple[jp.Model, Any]:
+    """A model of these stages, and its parameters."""
+    params, matrix = canonical(4), np.random.default_rng(3).standard_normal((8, 8)) / 4
+    own = [jax.tree.map(lambda leaf, s=s: leaf[s], params["stages"]) for s in range(4)]
+    stages = [{"square": matrix} if f is square else own[s] for s, f in enumerate(functions)]
+    model = jp.Model(list(functions), first=first, last=last)
+    return model, params | {"stages": stages}
+
+
+@pytest.mark.slow
+def test_unlike_stages_whose_chunks_are_stored_alike() -> None:
+    model, params = stages_of(stage, square, stage, square)
+    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+    loss, grads = pipe.value_and_grad(pipe.place(params), batch(M))
+    wanted_loss, wanted = jax.value_and_grad(model.loss)(params, batch(M))
+    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    assert worst_error(like_truth(pipe.canonical(grads)), like_truth(wanted)) <= FLOAT64
+
+
+REPLACED = jp.Model(stage, first=first, last=last, replaced={"gain": jp.Replaced.MAX})
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "why"),
+    [
+        (*stages_of(stage, stage, square, square), "store unlike parameters"),
+        (REPLACED, canonical(4), "are replaced"),
+    ],
+    ids=["unlike", "replaced"],
+)
+def test_what_cannot_be_gathered_twice_is_refused(model: jp.Model, params: Any, why: str) -> None:
+    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+    with pytest.raises(jp.PipelineError, match=f"{why}; gather them once a step"):
+        pipe.value_and_grad(pipe.place(params), batch(M))
+
+
+def test_a_gradient_of_several_runs_needs_a_reduction_after_each() -> None:
+    plain = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
+    with pytest.raises(jp.ScheduleError, match=r"Reduce\.EACH_RUN"):
+        jp.Pipeline(MODEL, jp.add_gathers(plain, max_active=1), mesh(), sharding=SHARDED)
