@@ -123,6 +123,22 @@ def _of(module: Module, owner: Computation, each: Instruction) -> Iterator[Matmu
         yield Matmul.CUBLAS_FP8 if each.target.endswith("f8") else Matmul.OTHER
 
 
+def transposes(module: Module) -> Counter[tuple[str, str]]:
+    """The arrays of FP8 that are transposed by themselves in the code of blocks, by kind of action;
+    a transpose in the fusion that casts to FP8 is not among them.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for place in walk(module):
+        body = place.computation.instructions
+        kinds = Counter(kind for each in body if (kind := kind_of(each)))
+        for each in body:
+            opcodes = module.opcodes(each)
+            is_fp8 = any(array.dtype in _FP8 for array in each.results)
+            if is_fp8 and "transpose" in opcodes and "convert" not in opcodes and kinds:
+                found[max(kinds, key=kinds.__getitem__), str(each.results[0])] += 1
+    return found
+
+
 def counted(step: Any, options: Mapping[str, str | bool]) -> Counter[tuple[str, Matmul]]:
     """Those of a step that is compiled with these options."""
     return matmuls(compile_and_read(step.function.lower(), options).module)

@@ -54,7 +54,7 @@ from ..jaxprs.equations import (
     reads,
     results_of,
 )
-from ..jaxprs.products import with_wide_products
+from ..jaxprs.products import with_fp8_rows, with_wide_products
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
 from ..model.packed import Places
@@ -264,9 +264,11 @@ def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Ja
     computed once only: under remat the backward repeats the forward's.
     """
     head, count = len(known), len(jaxpr.invars)
+    marks = [*known, *(False for _ in range(count - head))]
+    jaxpr = with_fp8_rows(jaxpr, marks)
     first, second = cut(
         jaxpr,
-        known_from(jaxpr, [*known, *(False for _ in range(count - head))])[0],
+        known_from(jaxpr, marks)[0],
         outputs=[False] * len(jaxpr.outvars),
         repeat=is_view,
     )

@@ -318,7 +318,7 @@ def test_what_waits_for_weight_gradients_has_one_byte_an_element() -> None:
     assert waiting == {"bfloat16": ROWS * 3 * 2 * WIDTH * 2}
 
 
-def test_weights_are_cast_once_a_step() -> None:
+def test_weights_are_cast_and_transposed_once_a_step() -> None:
     code = code_of(fp8=True)
     kernels = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)}
 
@@ -329,5 +329,12 @@ def test_weights_are_cast_once_a_step() -> None:
             if eqn.primitive.name == "convert_element_type"
         )
 
-    assert cast(code.hoist) == 3
-    assert [cast(each) for each in (code.forward, code.input_grad, code.weight_grad)] == [0, 0, 0]
+    def turned(jaxpr: Any) -> int:
+        return sum(
+            eqn.primitive.name == "transpose" and eqn.outvars[0].aval.dtype == jnp.float8_e4m3fn
+            for eqn in every_equation(jaxpr)
+        )
+
+    assert cast(code.hoist) == turned(code.hoist) == 3
+    for each in (code.forward, code.input_grad, code.weight_grad, code.backward):
+        assert cast(each) == turned(each) == 0
