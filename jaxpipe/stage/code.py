@@ -225,8 +225,9 @@ def inexact(leaf: Any) -> bool:
 
 # What a stage input or a residual weighs that W reads too, as a share of its bytes.  It takes no
 # further memory: in every schedule of the catalogue the pool of residuals that live until I has as
-# many slots as that of those that live until W.  A value of the stash is also written.
-_HELD = 0.5
+# many slots as that of those that live until W.  A value of the stash has a slot besides, and is
+# also written: so W makes the input of a product in FP8 again of two arrays in bfloat16.
+_HELD = 0.25
 
 
 def cut_weights(
