@@ -1,5 +1,5 @@
-"""What runs the matmuls of a Llama layer in FP8 in the program of described H100s, and the bytes
-that a layer keeps, with FP8 and without.
+"""What runs the matmuls of a Llama layer in FP8 in the program of described H100s, what it
+transposes, and the bytes that a layer keeps, with FP8 and without.
 
 A layer of Llama 3 8B's shapes a stage, on two described H100s.  Nothing runs: there was no GPU, so
 there are no times here.
@@ -30,9 +30,14 @@ from jaxpipe.jaxprs.equations import nbytes
 from jaxpipe.table.effects import Place
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
-DEVICES, MICROBATCHES, HISTORY = 2, 4, 1024
+HISTORY = 1024
 MIB = 2**20
 CUBLAS: Mapping[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
+OPTIONS: Mapping[str, Mapping[str, str | bool]] = {"default": {}, "without Triton": CUBLAS}
+POOLS = (
+    *(Place.X, Place.COTANGENT),
+    *(Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH),
+)
 _FP8 = ("f8e4m3fn", "f8e5m2")
 _KINDS = {"lhs": "input", "rhs": "kernel", "grad": "gradient"}
 
@@ -69,11 +74,18 @@ def shapes_of(shapes: Mapping[str, tuple[int, ...]], *, fp8: bool) -> dict[str, 
 
 
 def traced(
-    name: str, *, fp8: bool, shapes: Mapping[str, tuple[int, ...]] = SHAPES, time: int = TIME
+    name: str,
+    *,
+    fp8: bool,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    time: int = TIME,
+    devices: int = 2,
+    microbatches: int = 4,
+    chunks: int = 1,
 ) -> Any:
     """The step of a schedule with a layer a stage, traced for described H100s."""
-    schedule = jp.schedules.build(name, devices=DEVICES, microbatches=MICROBATCHES)
-    mesh = gpu_mesh((DEVICES,), ("pipe",))
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
+    mesh = gpu_mesh((devices,), ("pipe",))
     model = jp.Model(
         lambda row, x: layer(x, row, *([in_fp8] if fp8 else []))[0],
         last=lambda _, x, microbatch: jnp.mean(jnp.square(x.astype(jnp.float32))),
@@ -85,7 +97,7 @@ def traced(
         for key, dims in shapes_of(shapes, fp8=fp8).items()
     }
     everywhere = NamedSharding(mesh, PartitionSpec())
-    rows = (MICROBATCHES, time, shapes["norm"][0])
+    rows = (microbatches, time, shapes["norm"][0])
     x = jax.ShapeDtypeStruct(rows, jnp.bfloat16, sharding=everywhere)
     return pipe.trace(pipe.place({"stages": stages, "last": {}}), {"x": x})
 
@@ -123,53 +135,77 @@ def _of(module: Module, owner: Computation, each: Instruction) -> Iterator[Matmu
         yield Matmul.CUBLAS_FP8 if each.target.endswith("f8") else Matmul.OTHER
 
 
-def counted(step: Any, options: Mapping[str, str | bool]) -> Counter[tuple[str, Matmul]]:
-    """Those of a step that is compiled with these options."""
-    return matmuls(compile_and_read(step.function.lower(), options).module)
+def transposes(module: Module) -> Counter[tuple[str, str]]:
+    """The arrays of FP8 that are transposed by themselves in the code of blocks, by kind of action;
+    a transpose in the fusion that casts to FP8 is not among them.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for place in walk(module):
+        body = place.computation.instructions
+        kinds = Counter(kind for each in body if (kind := kind_of(each)))
+        for each in body:
+            opcodes = module.opcodes(each)
+            is_fp8 = any(array.dtype in _FP8 for array in each.results)
+            if is_fp8 and "transpose" in opcodes and "convert" not in opcodes and kinds:
+                found[max(kinds, key=kinds.__getitem__), str(each.results[0])] += 1
+    return found
+
+
+def compiled(step: Any, options: Mapping[str, str | bool]) -> Module:
+    """A step that is compiled with these options."""
+    return compile_and_read(step.function.lower(), options).module
 
 
 def main() -> None:
     parser = Command(__doc__)
     parser.option("--schedules", ["1f1b", "zb_h1"], "NAME")
+    parser.option("--pools", ["zb_h1", "zb_h2", "zbv"], "NAME")
     args = parser.parse_args()
     require_gpu_compiler(parser)
     pretend_cudnn()
-    runs, sizes = [], []
-    for name, fp8 in product(args.schedules, (False, True)):
-        step = traced(name, fp8=fp8)
-        places = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH)
-        own = [kept(step, place) / MIB for place in places]
-        if name == args.schedules[-1]:
-            waits = f"{own[0] + own[1]:.1f}", f"{own[1] + own[2]:.1f}"
-            sizes.append(("FP8" if fp8 else "bfloat16", *(f"{n:.1f}" for n in own), *waits))
-        if fp8:
-            for options, what in (({}, "default"), (CUBLAS, "without Triton")):
-                found = counted(step, options)
-                kinds = sorted({kind for kind, _ in found})
-                each = [
-                    (name, what, kind, *(str(found[kind, own]) for own in Matmul)) for kind in kinds
-                ]
-                runs += each
-    write_all(_results(runs, sizes), args.output)
+    runs, turns = [], []
+    for name, (what, options) in product(args.schedules, OPTIONS.items()):
+        module = compiled(traced(name, fp8=True), options)
+        found, turned = matmuls(module), transposes(module)
+        for kind in sorted({kind for kind, _ in found}):
+            runs.append((name, what, kind, *(str(found[kind, own]) for own in Matmul)))
+        turns += [(name, what, k, own, str(n)) for (k, own), n in sorted(turned.items())]
+    pools = [_pools(name, fp8=fp8) for name, fp8 in product(args.pools, (False, True))]
+    write_all(_results(runs, turns, pools), args.output)
 
 
-def _results(runs: Sequence[Any], sizes: Sequence[Any]) -> list[Result]:
+def _pools(name: str, *, fp8: bool) -> tuple[str, ...]:
+    """The slots of each pool, their MiB, and the MiB of all."""
+    step = traced(name, fp8=fp8, devices=8, microbatches=16, chunks=1 + (name == "zbv"))
+    slots = [(step.program.pools.get(place, 0), kept(step, place) / MIB) for place in POOLS]
+    total = sum(count * size for count, size in slots)
+    each = [f"{count} x {size:.1f}" for count, size in slots]
+    return name, "FP8" if fp8 else "bfloat16", *each, f"{total:.0f}"
+
+
+def _results(runs: Sequence[Any], turns: Sequence[Any], pools: Sequence[Any]) -> list[Result]:
     what = f"a layer of Llama 3 8B's shapes, a microbatch of {TIME} x {WIDTH}"
-    columns = ["schedule", "options of XLA", "block", *(own.value for own in Matmul)]
-    bytes_of = "matmuls  I alone  W  stash of I  between F and I  between I and W"
+    program = ["schedule", "options of XLA", "block"]
+    columns = [*program, *(own.value for own in Matmul)]
+    slots = "schedule  matmuls  x  cotangent  I alone  W  stash of I  MiB"
     return [
         Result(f"Matmuls in the code of blocks, {what}", describe(), columns, runs, NOTES[:1]),
-        Result(f"MiB in slots of {what}", (), bytes_of, sizes, NOTES[1:]),
+        Result(
+            "FP8 arrays that they transpose", (), [*program, "array", "number"], turns, NOTES[1:4]
+        ),
+        Result("Slots and their MiB, 8 devices, 16 microbatches", (), slots, pools, NOTES[4:]),
     ]
 
 
 NOTES = (
     "Without Triton: xla_gpu_enable_triton_gemm=false.  A block has its code once for each slot.",
-    "Residuals that I alone reads, those that W reads too, and what I leaves for W.",
-    "1F1B's B frees all residuals, ZB-H1's I the first.  The stage's input and cotangent have",
-    "slots of their own and are not counted.  Between I and W in FP8: the input of down (56) and",
-    "gradients (4 + 4 + 3 x 16 + 2 x 56) of one byte; of attention's output and x after it (64)",
-    "W makes the other inputs again.",
+    "Not those in the fusion that casts an array.  Weights are cast and transposed once a step, by",
+    "no block.  I casts gradients for its own products and leaves them for W, which transposes",
+    "them: 168 MiB a microbatch.",
+    "Of a layer a stage (zbv: two).  I alone, W: residuals that I alone reads, and that W reads",
+    "too.  Where there is a B, they wait for it.  In FP8 the stash is gradients of one byte,",
+    "4 + 4 + 3 x 16 + 2 x 56; W makes the inputs of all products again.  In bfloat16 W reads the",
+    "stage's cotangent, in FP8 I alone.",
 )
 
 

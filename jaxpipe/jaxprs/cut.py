@@ -29,6 +29,7 @@ from .equations import (
     closed_jaxpr,
     copied,
     every_equation,
+    is_fp8,
     is_gather,
     is_layout,
     nbytes,
@@ -81,11 +82,12 @@ def is_view(eqn: core.JaxprEqn) -> bool:
     whole numbers and masks: of results that are computed once a step, all that is made again in
     each microbatch.
 
-    Positions in the trips of a loop would take room for each trip.
+    Positions in the trips of a loop would take room for each trip.  Products take FP8 arrays as
+    they lie in memory (`with_fp8_rows`), so a transpose of one is no layout change, but a copy.
     """
-    if not is_arithmetic(eqn) or is_layout(eqn):
-        return is_layout(eqn)
     result: Any = eqn.outvars[0].aval
+    if not is_arithmetic(eqn) or is_layout(eqn):
+        return is_layout(eqn) and not (eqn.primitive.name == "transpose" and is_fp8(result))
     is_larger = sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(result)
     return is_larger or not jnp.issubdtype(result.dtype, jnp.inexact)
 

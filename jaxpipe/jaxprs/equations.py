@@ -250,6 +250,11 @@ def is_gather(eqn: core.JaxprEqn) -> bool:
     return not any(spec) and not eqn.params.get("unconstrained_dims")
 
 
+def is_fp8(aval: Any) -> bool:
+    """Whether an array is floating with one byte an element."""
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and aval.dtype.itemsize == 1
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an array with this aval (PRNG keys count as their words)."""
     size = int(np.prod(aval.shape, dtype=np.int64))

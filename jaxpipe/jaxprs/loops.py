@@ -49,11 +49,11 @@ def _counting(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
     (flag,) = cond.jaxpr.outvars
     # Under `vmap` a loop has a flag for each element, and its whole carry has that axis.
     shape = flag.aval.shape
-    start, none = _traced(lambda: jnp.zeros(shape, jnp.int32))
+    start, none = traced(lambda: jnp.zeros(shape, jnp.int32))
     yield from start
     before, after = newvar(none.aval), newvar(none.aval)
-    ask, asked = _traced(lambda flag, trips: flag & (trips >= 0), flag, before)
-    add, added = _traced(lambda trips: trips + 1, after)
+    ask, asked = traced(lambda flag, trips: flag & (trips >= 0), flag, before)
+    add, added = traced(lambda trips: trips + 1, after)
     more = {
         "cond_jaxpr": _extended(cond, before, ask, [asked]),
         "body_jaxpr": _extended(body, after, add, [*body.jaxpr.outvars, added]),
@@ -73,7 +73,7 @@ def _reads_numbers(eqn: core.JaxprEqn) -> bool:
     return any(aval.dtype != np.bool_ for aval in avals)
 
 
-def _traced(function: Callable[..., Any], *inputs: Any) -> tuple[list[core.JaxprEqn], Any]:
+def traced(function: Callable[..., Any], *inputs: Any) -> tuple[list[core.JaxprEqn], Any]:
     """Equations that compute a function of these variables, and the variable of its result."""
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
     traced = jax.make_jaxpr(function)(*shapes).jaxpr
@@ -101,15 +101,15 @@ def with_counted_loops(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
+        varies = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
 
         def of_tracers(*values: Any) -> Any:
             given = iter(values)
-            whole = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
+            whole = [next(given) if v else leaf for v, leaf in zip(varies, leaves, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, whole)
             return function(*args, **kwargs)
 
-        tracers = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
+        tracers = [leaf for v, leaf in zip(varies, leaves, strict=True) if v]
         closed, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
         changed = closed_jaxpr(counting(closed.jaxpr), closed.consts)
         return jax.tree.unflatten(jax.tree.structure(shapes), results_of(changed, *tracers))

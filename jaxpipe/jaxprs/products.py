@@ -1,23 +1,30 @@
-"""Products in the dtype that their results are converted to.
+"""Products in the dtype that their results are converted to, and of FP8 weights as GPUs take them.
 
 The gradient of a weight that is used in bfloat16 is a bfloat16 product, which is transposed,
 converted to float32 and added.  XLA:GPU fuses the addition into the product only where the product
 itself is float32, in the order of the weight.  Such a product is also rounded once less.
+
+On Hopper cuBLASLt multiplies FP8 arrays whose rows are what is summed over.  A forward and its
+backward sum over different dims of a weight, so XLA:GPU transposes it before each product of one of
+them: it is transposed where it is cast instead.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 from jax.extend.core.primitives import dot_general_p
 
-from .equations import NewVar, substituted, variables
+from .cut import known_from
+from .equations import NewVar, is_fp8, scan_counts, substituted, variables, with_bodies
+from .loops import traced
 
 _WIDE = jnp.dtype(jnp.float32)
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims")
@@ -53,6 +60,49 @@ def with_wide_products(
             instead[id(product.eqn)] = product.widened(env[end], newvar)
     eqns = [new for eqn in jaxpr.eqns for new in instead.get(id(eqn), [eqn])]
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
+
+
+def with_fp8_rows(jaxpr: core.Jaxpr, known: Sequence[bool]) -> core.Jaxpr:
+    """The jaxpr in which FP8 products sum over the last dims of those operands that the inputs
+    `known` determine, also in scans: an equation transposes those that lie otherwise.
+
+    It is the same object where there is nothing to change.
+    """
+    determined = known_from(jaxpr, known)[1]
+
+    def changed(eqn: core.JaxprEqn) -> Sequence[core.JaxprEqn]:
+        fixed = [isinstance(v, core.Var) and v in determined for v in eqn.invars]
+        if eqn.primitive.name == "scan":
+            consts, carries = scan_counts(eqn)
+            fixed[consts : consts + carries] = [False] * carries
+            params = with_bodies(eqn.params, lambda body: with_fp8_rows(body, fixed))
+            return [eqn if params is eqn.params else eqn.replace(params=params)]
+        if eqn.primitive is not dot_general_p or not all(is_fp8(v.aval) for v in eqn.invars):
+            return [eqn]
+        *turns, dot = traced(partial(_of_rows, eqn.params, fixed), *eqn.invars)[0]
+        return [*turns, eqn.replace(invars=dot.invars, params=dot.params)] if turns else [eqn]
+
+    eqns = [new for eqn in jaxpr.eqns for new in changed(eqn)]
+    same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _of_rows(params: dict[str, Any], turned: Sequence[bool], *operands: Any) -> Any:
+    """A product whose `turned` operands have the dims of the batch first, and last those that are
+    summed over.
+    """
+    values, dims = [], []
+    sides = zip(operands, *params["dimension_numbers"], turned, strict=True)
+    for value, summed, batch, turn in sides:
+        order = tuple(range(value.ndim))
+        if turn:
+            free = [dim for dim in order if dim not in (*batch, *summed)]
+            value = lax.transpose(value, (*batch, *free, *summed))
+            summed, batch = order[len(batch) + len(free) :], order[: len(batch)]
+        values.append(value)
+        dims.append((summed, batch))
+    own = {"dimension_numbers": tuple(zip(*dims, strict=True))}
+    return dot_general_p.bind(*values, **params | own)
 
 
 def _turned(order: tuple[int, ...], transpose: core.JaxprEqn) -> tuple[int, ...]:

@@ -252,7 +252,10 @@ class Transformer:
             active=weights,
             kept=((count - 1) * features, (count - 1) * features, 0.0),
             left=tuple(x + j * features for j in (1, 1, count)),
-            left_in_fp8=tuple((i * x + count * features) / 2 for i in (1, 1, count)),
+            left_in_fp8=tuple(
+                (i * x + j * features) / 2
+                for i, j in ((1, count - 1), (1, count - 1), (count, count))
+            ),
         )
 
     def _experts(self) -> _HalfLayer:

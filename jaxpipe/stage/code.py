@@ -54,7 +54,7 @@ from ..jaxprs.equations import (
     reads,
     results_of,
 )
-from ..jaxprs.products import with_wide_products
+from ..jaxprs.products import with_fp8_rows, with_wide_products
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
 from ..storage.table import Places
@@ -274,8 +274,9 @@ def inexact(leaf: Any) -> bool:
 
 # What a stage input or a residual weighs that W reads too, as a share of its bytes.  It takes no
 # further memory: in every schedule of the catalogue the pool of residuals that live until I has as
-# many slots as that of those that live until W.  A value of the stash is also written.
-_HELD = 0.5
+# many slots as that of those that live until W.  A value of the stash has a slot besides, and is
+# also written: so W makes the input of a product in FP8 again of two arrays in bfloat16.
+_HELD = 0.25
 
 
 def cut_weights(
@@ -313,9 +314,11 @@ def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Ja
     computed once only: under remat the backward repeats the forward's.
     """
     head, count = len(known), len(jaxpr.invars)
+    marks = [*known, *(False for _ in range(count - head))]
+    jaxpr = with_fp8_rows(jaxpr, marks)
     first, second = cut(
         jaxpr,
-        known_from(jaxpr, [*known, *(False for _ in range(count - head))])[0],
+        known_from(jaxpr, marks)[0],
         outputs=[False] * len(jaxpr.outvars),
         repeat=is_view,
     )

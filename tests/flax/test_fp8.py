@@ -299,26 +299,24 @@ def sizes(avals: Any) -> dict[str, int]:
 
 
 def test_what_waits_for_weight_gradients_has_one_byte_an_element() -> None:
-    """By a row, D = 8 and H = 16.  W multiplies x, x and h, of which it makes x again, with three
-    cotangents: of [D] in the last matmul, of [H] in the others.  Beside each is its greatest value.
+    """By a row, D = 8 and H = 16.  W multiplies x, x and h, which it makes again of x and of what
+    the forward kept, with three cotangents: of [D] in the last matmul, of [H] in the others.
+    Beside each is its greatest value.
     """
     fp8, plain = code_of(fp8=True).avals, code_of(fp8=False).avals
     stash = sizes(fp8[Place.STASH])
-    assert stash == {
-        "float8_e4m3fn": ROWS * 2 * WIDTH,
-        "float8_e5m2": ROWS * (WIDTH + 2 * 2 * WIDTH),
-        "bfloat16": 2 * 3,
-    }
-    histories = 3 * HISTORY * 4  # of inputs, in float32
-    assert sum(sizes(fp8[Place.RESIDUAL_WEIGHT]).values()) == histories
-    # gate and up until I, as their product's derivative is computed in bfloat16
-    assert sizes(fp8[Place.RESIDUAL_INPUT]) == {"bfloat16": ROWS * 2 * 2 * WIDTH * 2}
-    # without FP8 gate and up wait for W too, with the cotangent of their product
-    waiting = sizes([*plain[Place.RESIDUAL_WEIGHT], *plain[Place.STASH]])
-    assert waiting == {"bfloat16": ROWS * 3 * 2 * WIDTH * 2}
+    assert stash == {"float8_e5m2": ROWS * (WIDTH + 2 * 2 * WIDTH), "bfloat16": 2 * 3}
+    # gate and up, as with bfloat16, whose product's derivative is computed in it
+    kept = {"bfloat16": ROWS * 2 * 2 * WIDTH * 2}
+    assert sizes(plain[Place.RESIDUAL_WEIGHT]) == kept
+    histories = {"float32": 3 * HISTORY * 4}  # of inputs
+    assert sizes(fp8[Place.RESIDUAL_WEIGHT]) == kept | histories
+    assert fp8[Place.RESIDUAL_INPUT] == plain[Place.RESIDUAL_INPUT] == ()
+    # without FP8 the cotangent of their product, and that of the result in its own slot
+    assert sizes(plain[Place.STASH]) == {"bfloat16": ROWS * 2 * WIDTH * 2}
 
 
-def test_weights_are_cast_once_a_step() -> None:
+def test_weights_are_cast_and_transposed_once_a_step() -> None:
     code = code_of(fp8=True)
     kernels = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)}
 
@@ -329,5 +327,12 @@ def test_weights_are_cast_once_a_step() -> None:
             if eqn.primitive.name == "convert_element_type"
         )
 
-    assert cast(code.hoist) == 3
-    assert [cast(each) for each in (code.forward, code.input_grad, code.weight_grad)] == [0, 0, 0]
+    def turned(jaxpr: Any) -> int:
+        return sum(
+            eqn.primitive.name == "transpose" and eqn.outvars[0].aval.dtype == jnp.float8_e4m3fn
+            for eqn in every_equation(jaxpr)
+        )
+
+    assert cast(code.hoist) == turned(code.hoist) == 3
+    for each in (code.forward, code.input_grad, code.weight_grad, code.backward):
+        assert cast(each) == turned(each) == 0

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.jaxprs.equations import every_equation
 from jaxpipe.jaxprs.flat import flatten
-from jaxpipe.jaxprs.products import with_wide_products
+from jaxpipe.jaxprs.products import with_fp8_rows, with_wide_products
 from jaxpipe.stage.code import run
 
 HALF, WIDE = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -91,3 +92,45 @@ def test_a_gradient_that_is_a_number_stays():
     w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
     jaxpr = flatten(jax.make_jaxpr(lambda w, x: (0.0, x @ w))(w, x)).jaxpr
     assert with_wide_products(jaxpr, {0: WIDE}).outvars[0] is jaxpr.outvars[0]
+
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("use", ["heads", "plain", "experts", "transposed"])
+def test_a_weight_in_fp8_has_what_is_summed_over_last(use):
+    """All numbers are whole and below 4, so that products and sums are exact.  x stays as it is."""
+    shape, product = USES[use]
+    draw = np.random.default_rng(0).integers
+    x, w = (jnp.asarray(draw(-3, 4, dims), FP8) for dims in ((3, 4, 8), shape))
+    jaxpr = flatten(jax.make_jaxpr(product)(w, x)).jaxpr
+    changed = with_fp8_rows(jaxpr, [True, False])
+    (dot,) = (eqn for eqn in changed.eqns if eqn.primitive.name == "dot_general")
+    ((side, summed, batch),) = (
+        each
+        for each in zip(dot.invars, *dot.params["dimension_numbers"], strict=True)
+        if each[0] not in jaxpr.invars[1:]
+    )
+    assert summed == (side.aval.ndim - 1,)
+    assert batch == tuple(range(len(batch)))
+    (found,), (wanted,) = run(changed, w, x), run(jaxpr, w, x)
+    assert (found == wanted).all()
+    neither = [False, False]
+    assert with_fp8_rows(jaxpr, neither) is jaxpr
+
+
+def test_a_weight_in_a_scan_is_transposed_where_inputs_alone_determine_it():
+    def layers(stack, x):
+        return jax.lax.scan(lambda x, w: ((x @ w).astype(FP8), x @ w.T), x, stack)
+
+    stack, x = jnp.ones((2, 4, 4), FP8), jnp.ones((3, 4), FP8)
+    jaxpr = flatten(jax.make_jaxpr(layers)(stack, x)).jaxpr
+
+    def turns(known):
+        every = every_equation(with_fp8_rows(jaxpr, known))
+        return sum(eqn.primitive.name == "transpose" for eqn in every)
+
+    # one that the user wrote, and another that undoes it
+    assert [turns([False, False]), turns([False, True]), turns([True, False])] == [1, 1, 3]
+    changed = with_fp8_rows(jaxpr, [True, False])
+    assert all((a == b).all() for a, b in zip(run(changed, stack, x), run(jaxpr, stack, x)))
