@@ -117,7 +117,8 @@ def plan(
             there are fewer layers than devices, nothing fits (with the nearest plan), the mesh has
             no such axes, or numbers look as if they were in other units.
 
-    >>> t = LayerCost(
+    >>> import jaxpipe as jp
+    >>> t = jp.LayerCost(
     ...     forward=0.010,
     ...     input_grad=0.011,
     ...     weight_grad=0.009,
@@ -125,8 +126,8 @@ def plan(
     ...     residuals=1e8,
     ...     boundary=1e7,
     ... )
-    >>> head = LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
-    >>> best, *others = plan(
+    >>> head = jp.LayerCost(forward=0.006, input_grad=0.006, weight_grad=0.006, parameters=2e8)
+    >>> best, *others = jp.plan(
     ...     "t" * 15 + "L",
     ...     {"t": t, "L": head},
     ...     devices=4,

@@ -5,6 +5,7 @@ where there is slack.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -12,11 +13,18 @@ import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.inspect.hlo import steady
 from jaxpipe.inspect.programs import compile_and_read
-from jaxpipe.lowering.plan import plan_of
-from tests.gpu.programs import compile_step, gpu_marks
+from jaxpipe.lowering.plan import Plan, plan_of
+from jaxpipe.lowering.target import Target
+from tests.gpu.programs import compile_step, gpu_marks, gpu_mesh
 from tests.tiers import slow
 
 pytestmark = gpu_marks()
+
+
+def plan_on_h100s(schedule: jp.Schedule) -> Plan:
+    """The plan of what `compile_step` compiles: predicates have the prices of an H100."""
+    target = Target.of(gpu_mesh((schedule.num_devices,), ("pipe",)), ("pipe",))
+    return plan_of(schedule, overheads=target.overheads)
 
 
 def overlapped_transfers(text: str) -> int:
@@ -54,7 +62,9 @@ def test_slack_is_used(name: str) -> None:
     """That between ticks, and that of a W which shares its tick with an F."""
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
     late = sum(
-        transit.is_late for segment in plan_of(schedule).segments for transit in segment.transits
+        transit.is_late
+        for segment in plan_on_h100s(schedule).segments
+        for transit in segment.transits
     )
     assert late > 0
     assert overlapped_transfers(compile_step(schedule).as_text()) >= late
@@ -62,13 +72,15 @@ def test_slack_is_used(name: str) -> None:
 
 @pytest.mark.slow
 def test_slack_is_used_beside_blocks_that_communicate() -> None:
-    """Both transfers of ZB-H1's steady state: one is under way beside W, one beside I, whose
-    collectives are of the tensor axis.
+    """Every transfer of ZB-H1's steady state is under way beside a block, though blocks have
+    collectives of the tensor axis.
     """
-    program = compile_and_read(
-        Case("zb_h1", devices=4, microbatches=16, axes=Axes.TENSOR, remat=Remat.LAYER).lower()
-    )
-    assert [each.overlapped for each in steady(program.collectives)] == [True, True]
+    case = Case("zb_h1", devices=4, microbatches=16, axes=Axes.TENSOR, remat=Remat.LAYER)
+    pipe, params, rows = case.arguments(gpu_mesh)
+    program = compile_and_read(pipe.lower(params, rows))
+    trip = max(pipe._steps.plan.segments, key=lambda segment: segment.repeats)
+    assert trip.permutes >= 2  # of activations and of cotangents
+    assert [each.overlapped for each in steady(program.collectives)] == [True] * trip.permutes
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zbv")])
@@ -77,17 +89,13 @@ def test_transfers_are_those_of_the_plan_and_hold_no_cycle(name: str) -> None:
     are awaited later.
     """
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
-    plan = plan_of(schedule)
-    planned = [
-        sorted(p.pairs)
-        for s in plan.segments
-        for position in s.templates
-        for p in position.permutes
-    ]
-    # Once more after the last trip, but that of the last segment, which nobody reads.
-    planned += [sorted(t.permute.pairs) for s in plan.segments[:-1] for t in s.in_flight]
-    compiled = [sorted(pairs) for pairs in pairs_of(compile_step(schedule).as_text())]
-    assert sorted(compiled) == sorted(planned)
+    segments = plan_on_h100s(schedule).segments
+    trips = (p for s in segments for template in s.templates for p in template.permutes)
+    # Once more after the last trip.  XLA drops those that nobody reads: all of the last segment.
+    after = (transit.permute for s in segments[:-1] for transit in s.in_flight)
+    planned, last = (Counter(tuple(sorted(p.pairs)) for p in each) for each in (trips, after))
+    compiled = Counter(tuple(sorted(p)) for p in pairs_of(compile_step(schedule).as_text()))
+    assert planned <= compiled <= planned + last
     for pairs in compiled:
         assert all(s < t for s, t in pairs) or all(s > t for s, t in pairs)
 
@@ -97,6 +105,6 @@ def test_steady_state_moves_what_the_table_moves() -> None:
     up and one down.
     """
     schedule = jp.schedules.build("1f1b", devices=4, microbatches=32)
-    steady = max(plan_of(schedule).segments, key=lambda s: s.repeats)
+    steady = max(plan_on_h100s(schedule).segments, key=lambda s: s.repeats)
     moved = sum(len(p.pairs) for position in steady.templates for p in position.permutes)
     assert moved == 2 * (schedule.num_devices - 1)
