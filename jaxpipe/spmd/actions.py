@@ -44,8 +44,6 @@ _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 _BY_SLOT = (*_IN_SLOTS, Place.STAGE_GRADIENTS, Place.SHARED_GRADIENTS)
 # By what is sent, the pool where it arrives.
 _SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
-# The values that are read at once; others are read from their slots where code needs them.
-_AT_ONCE = (Place.X, Place.COTANGENT, Place.FIRST, Place.LAST, Place.SHARE)
 # The flags of reads whose code takes zeros where they are 0.
 _ELSE_ZEROS = ("is_followed", "is_source")
 # The number of the keys of results that leave the code of one slot.
@@ -276,7 +274,9 @@ class DeviceAction:
         if effect is None:
             return empty(self._operand(by).code.avals[place]) if by is By.STAGE else []
         held = self._in_pool(effect, state)
-        leaves = held.read() if place in _AT_ONCE else held.lazily()
+        # Residuals and what passes between slices are read where code needs them.
+        at_once = place in (Place.X, Place.COTANGENT, *self.step.code.outer_pools)
+        leaves = held.read() if at_once else held.lazily()
         if effect.when not in _ELSE_ZEROS:
             return leaves
         filled = getattr(self.row, effect.when) != 0
