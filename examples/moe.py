@@ -82,6 +82,14 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
             f"--capacity {args.capacity:g} is no capacity: 1.25 takes 1.25 times the tokens of an "
             "even load; 0 drops nothing"
         )
+    if args.fp8 and not args.capacity:
+        raise jp.PipelineError(
+            "--fp8 needs experts with equal room: without a capacity they multiply by "
+            "jax.lax.ragged_dot, for which flax has no FP8; give --capacity 1.25, or leave out "
+            "--fp8"
+        )
+    if args.fp8 and args.plain:
+        raise jp.PipelineError("--plain trains in plain JAX without FP8: leave out one of them")
     expert = "expert" if args.expert > 1 else None
     # XLA:CPU has no ragged all-to-all
     ragged = mesh.devices.flat[0].platform != "cpu"
@@ -93,6 +101,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
         args.loss_tokens,
         "tensor" if args.tensor > 1 else None,
         args.sequence,
+        args.fp8,
         expert=expert,
         capacity=args.capacity,
         ragged=ragged,
@@ -191,7 +200,8 @@ def main(argv: list[str] | None = None) -> None:
         llama.say(
             f"{model.sizes.parameters():,} parameters, {model.sizes.active():,} active, {pipe}"
         )
-        plain = (tiny and not args.cluster) if args.plain is None else args.plain
+        can = tiny and not args.cluster and not args.fp8
+        plain = can if args.plain is None else args.plain
         begun = args.out.exists() and any(args.out.iterdir())
         beside = Plain(args, model) if plain and not begun else lambda batch: ""
         put = partial(moved, args.bias_rate)

@@ -17,20 +17,23 @@ RULES = {"/fp8/": jp.Replaced.MAX}  # of all these leaves
 _KINDS = {"lhs": "input", "rhs": "kernel", "grad": "gradient"}
 
 
-def with_scales(kernel: Any) -> Any:
-    """The shapes of a kernel's parameters and of its scales and histories."""
+def with_scales(kernels: Any) -> Any:
+    """The shapes of kernels by name, and of the scales and histories of each."""
     own = {f"{kind}_scale": (1,) for kind in _KINDS.values()}
     own |= {f"{kind}_history": (HISTORY,) for kind in _KINDS.values()}
-    return {**kernel, "fp8": own}
+    return {name: {**kernel, "fp8": own} for name, kernel in kernels.items()}
 
 
 def matmul(x: jax.Array, kernel: jax.Array, own: Any) -> jax.Array:
-    """x [..., in] @ kernel [in, out], in the dtype of the kernel."""
+    """x [..., in] @ kernel [in, out], in the dtype of the kernel; or x [experts, rows, in] @ kernel
+    [experts, in, out], with one scale for all experts.
+    """
     from flax.linen.fp8_ops import fp8_scaled_dot_general  # nothing else here needs flax
 
     scales = {f"{name}_scale": own[f"{kind}_scale"] for name, kind in _KINDS.items()}
     past = {f"{name}_amax_history": own[f"{kind}_history"] for name, kind in _KINDS.items()}
-    dims = ((x.ndim - 1,), (0,)), ((), ())
+    experts = tuple(range(kernel.ndim - 2))
+    dims = ((x.ndim - 1,), (len(experts),)), (experts, experts)
     found: jax.Array = fp8_scaled_dot_general(
         *(x, kernel, dims),
         preferred_element_type=kernel.dtype,

@@ -137,12 +137,12 @@ class Llama:
             out=(s.heads * s.head, s.width),
         )
         products = {"attn": attention, "mlp": swiglu(s.width, s.hidden)}
-        if self.fp8:
-            products = {
-                part: {name: fp8.with_scales(kernel) for name, kernel in own.items()}
-                for part, own in products.items()
-            }
+        products = {part: self._scaled(own) for part, own in products.items()}
         return {**products, "norm1": {"scale": (s.width,)}, "norm2": {"scale": (s.width,)}}
+
+    def _scaled(self, kernels: Tree) -> Tree:
+        """The shapes of kernels, with those of scales for FP8."""
+        return fp8.with_scales(kernels) if self.fp8 else kernels
 
     def _ends(self) -> Tree:
         """The shapes of what is not a layer."""

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from llama_parts import fp8
+
 from .sizes import Routing, Scores
 
 Tree = Any
@@ -123,10 +125,9 @@ class Experts:
         if self.axis is not None:
             by_expert = lax.all_to_all(by_expert, self.axis, 0, 1, tiled=True)
         by_expert = checkpoint_name(by_expert, EXCHANGED)
-        gate, up, down = (kernels[name]["kernel"] for name in ("gate", "up", "down"))
-        hidden = jax.nn.silu(jnp.einsum("ecd,edf->ecf", by_expert, gate))
-        hidden *= jnp.einsum("ecd,edf->ecf", by_expert, up)
-        done = jnp.einsum("ecf,efd->ecd", hidden, down)
+        hidden = jax.nn.silu(_product(by_expert, kernels["gate"]))
+        hidden *= _product(by_expert, kernels["up"])
+        done = _product(hidden, kernels["down"])
         if self.axis is not None:
             done = lax.all_to_all(done, self.axis, 1, 0, tiled=True)
         done = checkpoint_name(done, EXCHANGED)
@@ -193,6 +194,16 @@ class Experts:
         source = jnp.minimum(jnp.searchsorted(upto, place, side="right"), len(sizes) - 1)
         found = every[source, begins[source, me] + place - lands[source, me]]
         return jnp.where((place < upto[-1])[:, None], found, 0)
+
+
+def _product(rows: jax.Array, own: Tree) -> jax.Array:
+    """Rows [E, C, in] times the kernels of their experts [E, in, out], in FP8 where there are
+    scales.
+    """
+    kernel = own["kernel"]
+    if "fp8" in own:
+        return fp8.matmul(rows, kernel, own["fp8"])
+    return jnp.einsum("eci,eio->eco", rows, kernel)
 
 
 def _swiglu(kernels: Tree, rows: jax.Array, counts: jax.Array) -> jax.Array:

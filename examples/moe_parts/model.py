@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
+from llama_parts import fp8
 from llama_parts.model import (
     LAYER,
     Llama,
@@ -102,7 +103,8 @@ class MoE(Llama):
             loss=jp.Loss.SUM_OVER_COUNT,
             stage_loss=True,
             has_metrics=bool(self.capacity),
-            replaced={"^shared/bias$": jp.Replaced.SUM} if self._is_balanced else None,
+            replaced=({"^shared/bias$": jp.Replaced.SUM} if self._is_balanced else {})
+            | (fp8.RULES if self.fp8 else {}),
         )
 
     def shapes(self) -> Tree:
@@ -113,8 +115,8 @@ class MoE(Llama):
         attention = {k: v for k, v in self._layers().items() if k != "mlp"}
         experts = swiglu(s.width, r.hidden)
         routed = attention | kernels(router=(s.width, r.experts))
-        routed |= {"experts": stacked(experts, r.experts)}
-        routed |= {"shared": swiglu(s.width, r.shared)} if r.shared else {}
+        routed |= {"experts": self._scaled(stacked(experts, r.experts))}
+        routed |= {"shared": self._scaled(swiglu(s.width, r.shared))} if r.shared else {}
         scale = {"scale": (s.width,)}
         predict = routed | {"norm_x": scale, "norm_known": scale, "norm": scale}
         predict |= kernels(join=(2 * s.width, s.width))
@@ -283,7 +285,10 @@ class MoE(Llama):
         if bias is not None:
             loss = _with_load(loss, bias, to.load)
         experts = Experts(self.sizes.routing, self.expert, self.capacity, self.ragged)
-        own = jax.tree.map(lambda kernel: kernel.astype(self.dtype), params["experts"])
+        own = {
+            name: each | {"kernel": each["kernel"].astype(self.dtype)}
+            for name, each in params["experts"].items()
+        }
         mixed, dropped = experts(own, u, to)
         if self._shares:
             mixed += self._swiglu(params["shared"], u)
@@ -310,13 +315,17 @@ class MoE(Llama):
         if s.normed:
             found["attn"] |= {"q_norm": {"scale": (s.head,)}, "k_norm": {"scale": (s.head,)}}
         if latent is not None:
-            found["attn"] = kernels(
+            products = kernels(
                 q_low=(s.width, latent.queries),
                 q_up=(latent.queries, s.heads * (latent.plain + latent.turned)),
                 kv_low=(s.width, latent.keys + latent.turned),
                 kv_up=(latent.keys, s.heads * (latent.plain + latent.value)),
                 out=(s.heads * latent.value, s.width),
-            ) | {"q_norm": {"scale": (latent.queries,)}, "kv_norm": {"scale": (latent.keys,)}}
+            )
+            found["attn"] = self._scaled(products) | {
+                "q_norm": {"scale": (latent.queries,)},
+                "kv_norm": {"scale": (latent.keys,)},
+            }
         return found
 
     def _projected(

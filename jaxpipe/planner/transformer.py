@@ -74,7 +74,7 @@ class Transformer:
             exchanges with the devices of other experts.
         fp8: the products of layers with weights are in FP8, with a scale for each operand: they
             are `FP8_SPEED` times as fast, and W is left operands of one byte.  Parameters have two
-            bytes still, of FP8 and transposed.
+            bytes still, of FP8 and transposed.  Experts need a capacity.
     """
 
     width: Above0
@@ -106,8 +106,11 @@ class Transformer:
 
     def __post_init__(self) -> None:
         set_typed(self, CostError)
-        if self.fp8 and self.experts:
-            raise CostError("experts are not computed in FP8: leave out fp8, or experts")
+        if self.fp8 and self.experts and not self.capacity:
+            raise CostError(
+                "experts that take all tokens multiply by jax.lax.ragged_dot, for which flax has "
+                "no FP8; give a capacity, or leave out fp8"
+            )
 
     @property
     def tokens(self) -> float:
@@ -169,7 +172,8 @@ class Transformer:
     def _layer(self) -> LayerCost:
         each = self._seconds
         attention, mlp = self._attention(), self._experts() if self.experts else self._mlp()
-        matmul = each * (attention.active + mlp.active) / (FP8_SPEED if self.fp8 else 1)
+        product = each / (FP8_SPEED if self.fp8 else 1)
+        matmul = product * (attention.active + mlp.active)
         # Scores and values, half of them masked: 2 * context * queries a token; the backward does
         # twice as much.
         scores = each * self.context * self._queries
@@ -191,7 +195,7 @@ class Transformer:
                 else (attention.left, mlp.left),
             )
         )
-        forward, dots = matmul + scores + moved, scores + each * mlp.again + mlp.exchange
+        forward, dots = matmul + scores + moved, scores + product * mlp.again + mlp.exchange
         return LayerCost(
             forward=forward,
             input_grad=matmul + 2 * scores + moved,
@@ -280,7 +284,10 @@ class Transformer:
                 first + scores + i * rows + j * hidden + k * self.shared
                 for first, i, j, k in ((common, 1, 1, 1), (0.0, 2, 3, 2), (common, 2, 3, 3))
             ),
-            left_in_fp8=(),  # there are none
+            left_in_fp8=tuple(
+                first + scores + (common + i * rows + j * hidden + k * self.shared) / 2
+                for first, i, j, k in ((0.0, 1, 2, 2), (0.0, 3, 3, 2), (x, 3, 3, 3))
+            ),
             again=self.width * 3 * run * features,
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,
         )

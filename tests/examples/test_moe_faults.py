@@ -52,6 +52,13 @@ def test_a_capacity_that_is_none():
             built(f"--capacity {capacity}")
 
 
+def test_fp8_for_experts_without_a_capacity():
+    with pytest.raises(jp.PipelineError, match="flax has no FP8; give --capacity"):
+        built("--fp8")
+    with pytest.raises(jp.PipelineError, match="--plain trains in plain JAX without FP8"):
+        built("--fp8 --capacity 1.25 --plain")
+
+
 def rows():
     """Eight rows of words 10 to 99; the word 200 occurs in row 5, microbatch 1 of data shard 2."""
     tokens = np.random.default_rng(0).integers(10, 100, (8, 17))

@@ -198,26 +198,28 @@ def test_a_layer_keeps_what_its_sizes_say(name, capacity, remat, monkeypatch):
 
 
 @pytest.mark.parametrize("remat", POLICIES)
-def test_a_layer_in_fp8_leaves_what_its_sizes_say(remat, monkeypatch):
+@pytest.mark.parametrize("name", ["llama3-8b", *MIXTURES])
+def test_a_layer_in_fp8_leaves_what_its_sizes_say(name, remat, monkeypatch):
     """Of two stages of three layers: histories are not counted, which are a few KiB at the
     published sizes.
     """
     monkeypatch.setattr(llama.fp8, "HISTORY", 1)
-    found, model = made("llama3-8b", remat, monkeypatch, layers=6, fp8=True)
+    own = {"capacity": 1.25} if name in MIXTURES else {}
+    found, model = made(name, remat, monkeypatch, layers=6, fp8=True, **own)
     schedule = jp.schedules.build("zb_h1", devices=2, microbatches=2)
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    model = model.changed(replaced=llama.fp8.RULES)
+    model = model if own else model.changed(replaced=llama.fp8.RULES)
     pipe = jp.Pipeline(model, schedule, mesh, layout="Ettt|tttL")
     (kind,) = pipe.trace(pipe.place(found.shapes()), rows(2)).code.kinds
-    said = estimated("llama3-8b", fp8=True).under(POLICIES[remat] or "")
+    said = estimated(name, fp8=True, **own).under(POLICIES[remat] or "")
     kept = sum(map(nbytes, (*kind.avals[Place.RESIDUAL_INPUT], *kind.avals[Place.RESIDUAL_WEIGHT])))
     assert 3 * said.residuals + 2 * said.boundary == pytest.approx(kept, rel=0.05)
     left = sum(map(nbytes, kind.avals[Place.STASH]))
-    assert 3 * said.stash == pytest.approx(left, rel=0.05)
+    assert 3 * said.stash == pytest.approx(left, rel=0.02)
 
 
-def test_experts_are_not_in_fp8():
-    with pytest.raises(jp.CostError, match="experts are not computed in FP8"):
+def test_experts_that_take_all_tokens_are_not_in_fp8():
+    with pytest.raises(jp.CostError, match="flax has no FP8; give a capacity"):
         estimated("qwen3-30b-a3b", fp8=True)
 
 
