@@ -302,8 +302,8 @@ def test_what_waits_for_meetings_takes_few_slots(name):
         ("E", lambda t: {"is_source": put(t, 1, 1)}, ProgramRule.ACTION),
         ("E", lambda t: {"kind": put(t, slice(None), int(jp.Kind.G))}, ProgramRule.ACTION),
         ("E", lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
-        ("E", lambda t: {"out": put(t, 0, 1)}, ProgramRule.VALUE),
-        ("G", lambda t: {"y": put(t, 0, 1)}, ProgramRule.SLOT),
+        ("E", lambda t: {"x": put(t, 0, 1)}, ProgramRule.VALUE),
+        ("G", lambda t: {"first": put(t, 0, 1)}, ProgramRule.SLOT),
         ("G", lambda t: {"microbatch": put(t, slice(None), 1)}, ProgramRule.ACTION),
     ],
 )

@@ -417,8 +417,8 @@ def test_a_target_that_is_no_word_gives_no_number():
         (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, ProgramRule.COLLECTIVE),
         (lambda t: {"is_source": put(t, 0, 1)}, ProgramRule.ACTION),
         (lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
-        (lambda t: {"y": put(t, 1, 1)}, ProgramRule.SLOT),
-        (lambda t: {"out": put(t, 1, 1)}, ProgramRule.SLOT),
+        (lambda t: {"last": put(t, 1, 1)}, ProgramRule.SLOT),
+        (lambda t: {"cotangent": put(t, 1, 1)}, ProgramRule.SLOT),
     ],
 )
 def test_a_wrong_share_is_found(fields, rule):

@@ -19,8 +19,8 @@ LIVENESS = {
     "rows": Liveness(buffer=LastUse.INPUT_GRAD, buffer_gradient=LastUse.INPUT_GRAD),
 }
 FIELDS = [
-    *(("forward", name) for name in ("carry", "carry_out", "buffer")),
-    *(("backward", name) for name in ("carry", "carry_gradient", "carry_gradient_out")),
+    *(("forward", name) for name in ("carry", "carry_next", "buffer")),
+    *(("backward", name) for name in ("carry", "carry_gradient", "carry_gradient_next")),
     *(("backward", name) for name in ("buffer", "buffer_gradient")),
     *((half, flag) for half in ("forward", "backward") for flag in ("continues", "is_followed")),
 ]
@@ -37,7 +37,7 @@ def test_a_wrong_entry_is_found(half, field):
     """Every entry that an action uses is changed, one at a time."""
     sound = program()
     record = getattr(sound.ticks, half)
-    flag = "is_followed" if field in ("carry_out", "carry_gradient") else "continues"
+    flag = "is_followed" if field in ("carry_next", "carry_gradient_next") else "continues"
     used = record.kind >= 0
     if field not in ("continues", "is_followed"):
         used &= getattr(record, flag) != 0
