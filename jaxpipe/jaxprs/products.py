@@ -71,7 +71,7 @@ def with_fp8_rows(jaxpr: core.Jaxpr, known: Sequence[bool]) -> core.Jaxpr:
     determined = known_from(jaxpr, known)[1]
 
     def changed(eqn: core.JaxprEqn) -> Sequence[core.JaxprEqn]:
-        fixed = [isinstance(v, core.Var) and v in determined for v in eqn.invars]
+        fixed = [isinstance(v, core.Literal) or v in determined for v in eqn.invars]
         if eqn.primitive.name == "scan":
             consts, carries = scan_counts(eqn)
             fixed[consts : consts + carries] = [False] * carries

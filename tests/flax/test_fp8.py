@@ -7,6 +7,8 @@ on both sides.  Any order of sums gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -313,8 +315,21 @@ def test_what_waits_for_weight_gradients_has_one_byte_an_element() -> None:
     assert sizes(plain[Place.STASH]) == {"bfloat16": ROWS * 2 * WIDTH * 2}
 
 
-def test_weights_are_cast_and_transposed_once_a_step() -> None:
-    code = code_of(fp8=True)
+def code_of_layers() -> StageCode:
+    """Of a scan over three layers that stays one."""
+    block, x = Gated(fp8=True), jnp.zeros((ROWS, WIDTH), jnp.bfloat16)
+    variables = block.init(jax.random.key(0), x)
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), variables)
+
+    def layers(own: Any, x: Any, _: Any) -> Any:
+        return jax.lax.scan(lambda x, layer: (block.apply(layer, x), None), x, own)[0]
+
+    return trace_stage(layers, stack, x, {}, form=replace(GPU_FORM, layers=0))
+
+
+@pytest.mark.parametrize("made", [lambda: code_of(fp8=True), code_of_layers], ids=["one", "scan"])
+def test_weights_are_cast_and_transposed_once_a_step(made: Callable[[], StageCode]) -> None:
+    code = made()
     kernels = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)}
 
     def cast(jaxpr: Any) -> int:
