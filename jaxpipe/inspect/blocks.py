@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, accumulator_dtype, is_key
-from ..jaxprs.entry import Destination, Entry, Slot, Total
+from ..jaxprs.entry import Alone, Destination, Entry, Slot, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..model.layers import with_outer
 from ..model.settings import automatic
@@ -26,7 +26,7 @@ from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs, split_entries
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
 from ..stage.model_code import lower, trace
 from ..storage.plan import leaf_plans, trained
-from ..table.effects import Place
+from ..table.effects import TOGETHER, Place
 from ..table.kinds import Kind
 from .programs import heap_bytes
 
@@ -76,13 +76,18 @@ class Region:
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
         return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
 
-    def in_slots(self, at: Any, inputs: Leaves, outputs: Leaves, *, split: bool) -> InSlots:
-        """The block on the slots `at` of its pools, which are among its outputs.  With `split`,
+    def in_slots(self, step: TracedStep, at: Any, inputs: Leaves, outputs: Leaves) -> InSlots:
+        """The block on the slots `at` of its pools, which are among its outputs.  On TPUs
         accumulators are as the parameters are split.
         """
+        split, alone = step.setup.target.on_tpus, _alone(step)
+
+        def slot(leaf: Any, value: SizedValue) -> Slot | Alone:
+            return Alone(leaf) if value.place in alone else Slot(leaf, at, value.entry)
+
         pools = {i: outputs[i] for i in self.changes}
         arguments = [
-            Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
+            slot(pools[self.updates[i]] if i in self.updates else leaf, value)
             if value.place in _POOLED or i in self.updates
             else leaf
             for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
@@ -92,7 +97,7 @@ class Region:
             value = self.outputs[i]
             is_total = value.place is Place.STAGE_GRADIENTS
             own = value.spec if split else None
-            targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
+            targets[i] = Total(leaf, own) if is_total else slot(leaf, value)
         return InSlots(self.jaxpr, arguments, targets)
 
 
@@ -194,17 +199,14 @@ def compile_blocks(step: TracedStep, *blocks: Region) -> Any:
 
     XLA:GPU copies a layer's weights out of their stack in loops only.
     """
-    split = step.setup.target.on_tpus
 
     def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
         runs, index = flags
 
         def once(state: list[Leaves]) -> list[Leaves]:
             parts = zip(blocks, groups[::2], state, strict=True)
-            found = run_in_slots(
-                *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
-            )
-            return list(map(without_weak_types, found))
+            codes = (block.in_slots(step, index, *leaves) for block, *leaves in parts)
+            return list(map(without_weak_types, run_in_slots(*codes)))
 
         start = [empty([var.aval for var in block.jaxpr.outvars]) for block in blocks]
         for block, outputs, changed in zip(blocks, start, groups[1::2], strict=True):
@@ -233,6 +235,11 @@ def _groups(step: TracedStep, block: Region) -> tuple[SplitLeaves, SplitLeaves]:
     )
 
 
+def _alone(step: TracedStep) -> Set[Place]:
+    """The places of which the step's slots are arrays of their own."""
+    return frozenset(TOGETHER if step.program.together else ())
+
+
 def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Any, PartitionSpec | None]:
     """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
     slots; of one, where the step has one: XLA copies no slot of an only one.
@@ -240,7 +247,7 @@ def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Any, Partitio
     if value.place is Place.STAGE_GRADIENTS:
         dtype = accumulator_dtype(aval.dtype, step.setup.accumulate)
         return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
-    if value.place not in _POOLED:
+    if value.place not in _POOLED or value.place in _alone(step):
         return aval, value.spec
     slots = max(1, min(2, getattr(step.program.slots, value.place.value)))
     shape = (slots, *value.entry.kept)

@@ -38,8 +38,8 @@ class Entry:
     The first dim is a dim of the entry where nothing splits it: a scan reads and writes its rows
     one by one.  A dim that the partitioner splits is cut into its parts.  These come first, so that
     a device's part of an entry is one piece of memory.  A raveled entry has no layout that a reader
-    could prefer: XLA:GPU would give that layout to the whole pool, and transpose it in every tick.
-    A plain reshape would gather the parts.
+    could prefer: XLA:GPU of JAX 0.11 would give that layout to the whole pool, and transpose it in
+    every tick.  A plain reshape would gather the parts.
 
     TPUs keep arrays in tiles over their last two dims.  There all the rest is [tiles, *tile], so
     that an entry fills whole tiles: raveled entries would be rows of tiles that several slots

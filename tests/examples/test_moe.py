@@ -201,11 +201,15 @@ def test_where_all_scores_are_equal_both_choose_the_first_experts_and_drop_the_s
 
 @pytest.mark.slow
 def test_the_bias_of_a_pipeline_moves_the_load_towards_balance(made):
-    """By the example's rate, on one batch and with all other parameters as they are."""
+    """By the example's rate, on one batch and with all other parameters as they are.
+
+    What a layer routes anew changes the load of the layers after it, so the load of a layer is even
+    for good only once those before it are at rest.
+    """
     *_, params, batch, _, _, step = made("dualpipev")
     worst = []
     bias, sharding = jnp.zeros_like(params["shared"]["bias"]), params["shared"]["bias"].sharding
-    for _ in range(30):
+    for _ in range(50):
         shared = params["shared"] | {"bias": jax.device_put(bias, sharding)}
         _, grads = step(params | {"shared": shared}, batch)
         load = jax.device_get(grads["shared"]["bias"])
@@ -213,7 +217,7 @@ def test_the_bias_of_a_pipeline_moves_the_load_towards_balance(made):
         bias += moe.balance(0.001, load)
     # times the mean load of the layer, in the worst of four layers
     assert worst[0] > 1.8
-    assert max(worst[-5:]) < 1.2
+    assert max(worst[-10:]) < 1.2
 
 
 def test_experts_and_their_moments_are_split_and_the_bias_moves_by_the_load(made):

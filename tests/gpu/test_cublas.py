@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 import jaxpipe as jp
-from benchmarks.gpu_programs import Case
+from benchmarks.gpu_programs import SHAPE, Case
 from benchmarks.moves import Move, large_moves
 from jaxpipe.inspect.hlo import steady
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits
@@ -40,13 +40,16 @@ def test_matmuls_of_either_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in (triton, cublas):
         assert count_waits(program.predicates, taken=True) == 0
         assert all(each.overlapped for each in steady(program.collectives))
-        predicted = jp.inspect.memory(pipe, params, rows)["total"]
-        assert predicted == pytest.approx(program.total_bytes, rel=0.02)
+    predicted = jp.inspect.memory(pipe, params, rows)["total"]
+    assert predicted == pytest.approx(triton.total_bytes, rel=0.02)
     assert moved(cublas) < 1.6 * moved(triton)
     # XLA would merge the matmuls of the gate and the hidden layer, and write their operands.
     assert moved(compile_and_read(step, CUBLAS | MERGED)) > 1.8 * moved(cublas)
-    # Blocks that are compiled with calls of cuBLAS have its workspaces.
+    # Blocks that are compiled with calls of cuBLAS have its workspaces.  In B alone XLA fuses what
+    # makes the scores of one layer again with their gradient, so that one array of scores more is
+    # alive than in the step.
     chosen = xla.options_for
     monkeypatch.setattr(xla, "options_for", lambda target: chosen(target) | CUBLAS)
     predicted = jp.inspect.memory(pipe, params, rows)["total"]
-    assert predicted == pytest.approx(cublas.total_bytes, rel=0.02)
+    scores = 2 * SHAPE.heads * SHAPE.time**2
+    assert 0.98 * cublas.total_bytes <= predicted <= 1.02 * cublas.total_bytes + scores

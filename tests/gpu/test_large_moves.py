@@ -5,15 +5,16 @@ kept for the backward, and over every other axis of the mesh.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
+import jax
 import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
 from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.programs import compile_and_read
-from jaxpipe.jaxprs.entry import Entry
+from jaxpipe.spmd import block
 from tests.gpu.programs import gpu_marks
 from tests.tiers import exhaustive, slow
 
@@ -53,13 +54,17 @@ def test_nothing_large_is_made_again(name: str, axes: Axes, remat: Remat) -> Non
 
 
 @pytest.mark.slow
-def test_pools_in_the_shape_of_their_values_would_be_transposed(
+def test_pools_that_are_read_after_their_writers_would_be_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The check has teeth: without `jaxprs.entry` attention's layouts reach the pools."""
-    monkeypatch.setattr(Entry, "kept", property(lambda entry: entry.shape))
-    monkeypatch.setattr(Entry, "by_row", property(lambda entry: len(entry.shape) > 1))
-    monkeypatch.setattr(Entry, "pack", lambda entry, value, missing=0: value)
-    monkeypatch.setattr(Entry, "unpack", lambda entry, kept, missing=0: kept)
-    moves = found(replace(case("zb_h1"), microbatches=6))
-    assert any(each.move is Move.TRANSPOSE for each in moves)
+    """The check has teeth: it finds what is made again where the old value of what a block writes
+    is read once more.
+    """
+    original = block.while_once
+
+    def reading(predicate, body, carry):
+        done, after = original(predicate, body, carry)
+        return done, jax.tree.map(partial(jax.numpy.where, predicate), after, carry)
+
+    monkeypatch.setattr(block, "while_once", reading)
+    assert found(Case("gpipe", devices=2, microbatches=8))
