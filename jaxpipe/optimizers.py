@@ -228,21 +228,18 @@ class _PerLayer:
         layered, numbers = self.pipe.layout.is_layered, self.pipe.layout.stage_at(v)
         partition, forms = self.pipe.partition, chunk.layout.forms
         trees = jax.eval_shape(lambda chunk: [chunk.stage(d) for d in range(len(forms))], chunk)
-        own = [jax.eval_shape(self._begin, tree) for tree in trees]
+        own = list(map(partial(jax.eval_shape, jax.jit(self._begin)), trees))
 
         def kept(state: Parameter, dtype: jax.typing.DTypeLike) -> BufferKey:
             """All of one dtype share a buffer, those that follow a parameter split as it is."""
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 return BufferKey()
             device = int(state.path.split("/")[1])
-            parameters = forms[device].parameters(numbers[device], layered=layered)
-            known = {
-                each.path if layered else each.path.replace(f"/{numbers[device]}", "", 1): (
-                    each.shape,
-                    each,
-                )
-                for each in parameters
-            }
+            bare, own = (
+                forms[device].parameters(stage, layered=layered)
+                for stage in (None, numbers[device])
+            )
+            known = {name.path: (name.shape, each) for name, each in zip(bare, own, strict=True)}
             found = followed(state.path, state.shape[int(layered) :], known)
             parts = () if found is None else partition.kept(found[1], dtype).parts
             return BufferKey(Group.TRAINED, parts)

@@ -92,6 +92,8 @@ def on_own_stages(
     kinds = list(dict.fromkeys(by_device))
     numbers = [kinds.index(forms) for forms in by_device]
 
+    # traced once for each kind: its shapes are asked for before the switch
+    @partial(jax.jit, static_argnums=0)
     def run(kind: tuple[TreeForm, ...], own: Sequence[ByName], more: PyTree) -> list[ByName]:
         given = zip(before, kind, own, strict=False)
         trees = (layout.load(form, arrays, pinned=True) for layout, form, arrays in given)

@@ -150,8 +150,9 @@ class TreeForm:
             for row in self.rows
         )
 
-    def parameters(self, stage: int, *, layered: bool) -> list[Parameter]:
-        """The parameters of a stage of this form, in the order of its leaves.
+    def parameters(self, stage: int | None, *, layered: bool) -> list[Parameter]:
+        """The parameters of a stage of this form, in the order of its leaves; None: their paths
+        without the stage's number.
 
         The layers of a letter are one parameter, in whatever stacks "t/0/w" and "t/1/w" they are.
         """
@@ -161,7 +162,8 @@ class TreeForm:
                 letter, _, *rest = row.path.split("/")
                 path = "/".join(["stages", letter, *rest])
             else:
-                path = "/".join(filter(None, ["stages", str(stage), row.path]))
+                number = "" if stage is None else str(stage)
+                path = "/".join(filter(None, ["stages", number, row.path]))
             found.append(Parameter(path, row.entry.shape[int(layered) :]))
         return found
 
