@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Annotated, Any, TypeAlias
 
 import jax
@@ -302,10 +303,12 @@ def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.i
 
 
 def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
-    """Bytes of parameters that are gathered over their manual axes, and of their accumulators."""
+    """Bytes of parameters that are gathered over their manual axes, and of their accumulators; of
+    stages, those that the rooms hold where they take turns in them.
+    """
     setup, stages = step.setup, params["stages"]
     trees = [(params[key], setup.plans[key], False) for key in OUTER]
-    for chunk in range(step.program.schedule.num_chunks):
+    for chunk in range(step.program.num_rooms or step.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
         # A chunk that another device owns is a copy.
         trees.append((stages[held], setup.plans["stages"][held], chunk > held))
@@ -333,12 +336,14 @@ def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -
 
 
 def _hoisted(step: TracedStep) -> int:
-    """Bytes of hoisted values of every chunk of a device, and of first and last."""
+    """Bytes of hoisted values of every chunk or room of a device, and of first and last."""
     code = step.code
     pairs = zip(code.kinds, step.entries, strict=True)
     kinds = [hoisted_bytes(step, kind, entries.parameters) for kind, entries in pairs]
     stages_of = step.program.schedule.placement.stages_of
     held = {(v, code.kind_of[s]) for stages in stages_of for v, s in enumerate(stages)}
+    if rooms := step.program.num_rooms:
+        held = {*product(range(rooms), code.kind_of)}
     ends = {"first": code.first} | ({} if code.last is None else {"last": code.last})
     return sum(kinds[kind] for _, kind in held) + sum(
         hoisted_bytes(step, end, outer_specs(step.setup, key)) for key, end in ends.items()

@@ -8,6 +8,7 @@ for each room.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -46,19 +47,35 @@ class Rooms:
         return 1 + int(self.room.max(initial=0))
 
     def links(self, when: IntArray, shape: tuple[int, int]) -> Record[IntTable]:
-        """The gathers before each tick's blocks, and the reductions after them, where action i of
-        the plain table runs in tick `when[i]`.
+        """The reductions and then the gathers before each tick's blocks, where action i of the
+        plain table runs in tick `when[i]`.
         """
         names = links_of(self.count)
         found = {name: np.full(shape, NOBODY, np.int32) for name in names}
-        for each, after, columns in (
-            (self.gathers, 1, names[: self.count]),
-            (self.reductions, 0, names[self.count :]),
+        for each, columns in (
+            (self.gathers, names[: self.count]),
+            (self.reductions, names[self.count :]),
         ):
-            for device, room, chunk, before in each.T.tolist():
-                tick = after + int(when[before]) if before >= 0 else 0
+            for (device, room, chunk, _), tick in zip(each.T, self._ticks(when, each), strict=True):
                 found[columns[room]][tick, device] = chunk
         return Record(found)
+
+    def last(self, when: IntArray) -> int:
+        """The tick of the last reduction, which may come after all blocks."""
+        return max(self._ticks(when, self.reductions), default=-1)
+
+    def _ticks(self, when: IntArray, links: IntArray) -> Iterator[int]:
+        """The tick of each of these: that of the next action of its device, beside which it runs,
+        where that one does not need its room; else the tick after that of the action before it.
+        """
+        table = self.plain.encoded
+        for device, room, _, before in links.T.tolist():
+            after = table.first[device] if before < 0 else before + 1
+            both = {after, int(table.last_half[after])} if after < table.first[device + 1] else {}
+            if both and all(room != self.room[i] for i in both):
+                yield int(when[after])
+            else:
+                yield 1 + int(when[before]) if before >= 0 else 0
 
 
 @lru_cache(maxsize=64)

@@ -221,6 +221,8 @@ class Form:
             an action is there once for each slot that it uses. 0: slots are rows of one buffer,
             whose numbers are data, and XLA copies what a matmul reads or writes.
         filled: pools begin with zeros.
+        beside: parameters are gathered, and gradients reduced, under one predicate with a block
+            that does not need them, beside its compute; there is code of the block with them too.
     """
 
     layers: int = 0
@@ -228,10 +230,11 @@ class Form:
     functions: bool = False
     slots: int = 0
     filled: bool = True
+    beside: bool = False
 
 
 # On GPUs the time to compile bounds the numbers of layers and slots.
-GPU_FORM = Form(layers=16, products=True, functions=True, slots=24, filled=False)
+GPU_FORM = Form(layers=16, products=True, functions=True, slots=24, filled=False, beside=True)
 FORMS: Mapping[RunsOn, Form] = {RunsOn.GPUS: GPU_FORM}
 
 

@@ -81,7 +81,8 @@ class Ticks:
     @cached_property
     def num_ticks(self) -> int:
         """T, the number of ticks; a multiple of `period`."""
-        used = int(self.when.max(initial=-1)) + 1
+        last = int(self.when.max(initial=-1))
+        used = 1 + (last if self.rooms is None else max(last, self.rooms.last(self.when)))
         return used + -used % self.period
 
     @cached_property

@@ -50,8 +50,8 @@ class Fault:
 
 
 def gather_faults(program: Program) -> Iterator[Fault]:
-    """What is in each room of each device, from tick to tick: gathers come before a tick's blocks,
-    and reductions after them.
+    """What is in each room of each device, from tick to tick: before the blocks of a tick come
+    reductions, and then gathers.
     """
     devices = range(program.schedule.num_devices)
     for links, room, device in product(program.ticks.links, range(program.num_rooms), devices):
@@ -60,6 +60,11 @@ def gather_faults(program: Program) -> Iterator[Fault]:
         chunk_of = {s: v for v, s in enumerate(program.schedule.placement.stages_of[device])}
         held = made = NOBODY  # the chunk of the parameters, and of a gradient that is not reduced
         for tick in range(program.num_ticks):
+            if reduces[tick] != NOBODY:
+                if reduces[tick] != made:
+                    message = f"reduces chunk {reduces[tick]}, but room {room} holds {made}"
+                    yield Fault(ProgramRule.GATHER, message, tick, device)
+                made = NOBODY
             held = gathers[tick] if gathers[tick] != NOBODY else held
             for record in (program.ticks.forward, program.ticks.backward):
                 kind, chunk, stage = (
@@ -76,11 +81,6 @@ def gather_faults(program: Program) -> Iterator[Fault]:
                         message = f"room {room} holds a gradient of chunk {made}, not {own}"
                         yield Fault(ProgramRule.GATHER, message, tick, device)
                     made = own
-            if reduces[tick] != NOBODY:
-                if reduces[tick] != made:
-                    message = f"reduces chunk {reduces[tick]}, but room {room} holds {made}"
-                    yield Fault(ProgramRule.GATHER, message, tick, device)
-                made = NOBODY
         if made != NOBODY:
             message = f"the gradient of chunk {made} in room {room} is never reduced"
             yield Fault(ProgramRule.GATHER, message, device=device)

@@ -78,7 +78,7 @@ ARRIVAL = ("slot", "takes")
 
 def links_of(rooms: int) -> tuple[str, ...]:
     """The columns of the chunks whose parameters are gathered into each room before a tick's
-    blocks, and of those to which the gradients in each room are reduced after them.
+    blocks, and of those to which the gradients in each room are reduced before that.
     """
     return tuple(f"{name}_{room}" for name in ("gather", "reduce") for room in range(rooms))
 

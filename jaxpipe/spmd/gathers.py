@@ -1,5 +1,5 @@
 """Parameters that are gathered during the step, and gradients that are reduced: what a device does
-for its rooms before and after the blocks of a tick.
+for its rooms before the blocks of a tick, or beside one of them.
 
 A room holds the whole parameters of one stage at a time, the values that depend on them alone, and
 the stage's whole gradient.  Each device works on its own stages, so it gathers under predicates of
@@ -8,20 +8,21 @@ its own.  Along the fsdp axis all devices do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrays import Leaves, Scalar
-from ..program.ir import TickRecord
+from ..arrays import Flag, Leaves, Scalar
+from ..program.ir import NOBODY, TickRecord
 from ..program.segments import Presence
 from ..table.effects import EFFECTS, By, Place
 from ..table.kinds import Kind
-from .block import BlockCode, Key, State, of_chunk, run_where, zeros
+from .block import BlockCode, Key, State, run_where, zeros
 from .step import DeviceStep, Operand, stacked
 
 
@@ -51,74 +52,160 @@ def in_room(step: DeviceStep, operand: Operand, room: int, kind: int, state: Sta
     return operand.filled(leaves, step.shared, hoisted[kind])
 
 
-def gathered(
-    step: DeviceStep, ticks: NDArray[np.int64], row: TickRecord[Scalar], state: State
-) -> State:
-    """The state with what ticks that share their code gather before their blocks."""
-    return _moved(step, "gather", _gather, ticks, row, state)
+class RoomWork(NamedTuple):
+    """What devices do for a room before the blocks of ticks that share their code: where, by tick
+    and device, the flag of this device, and the code.
+    """
+
+    room: int
+    where: NDArray[np.bool_]
+    flag: Flag
+    block: BlockCode
+    # a collective holds its device's thread: it is in a loop, which keeps it in order
+    blocking: bool
+
+    def only(self, where: NDArray[np.bool_], flag: Flag) -> RoomWork:
+        """A part of it."""
+        return self._replace(where=self.where & where, flag=jnp.logical_and(self.flag, flag))
+
+    def apart_from(self, others: Iterable[RoomWork]) -> RoomWork:
+        """The rest of it, that none of the others is or runs beside."""
+        rest = self
+        for other in others:
+            rest = rest.only(~other.where, jnp.logical_not(other.flag))
+        return rest
+
+    def run(self, state: State) -> State:
+        """The state after it."""
+        presence = Presence.of(int(self.where.sum()), self.where.size)
+        if self.blocking and presence is Presence.ALWAYS:
+            presence = Presence.SOMETIMES
+        ordered = presence is not Presence.ALWAYS
+        return run_where(presence, self.flag, self.block, state, ordered=ordered)
 
 
-def reduced(
-    step: DeviceStep, ticks: NDArray[np.int64], row: TickRecord[Scalar], state: State
-) -> State:
-    """The state with the gradients reduced that are complete after their blocks."""
-    return _moved(step, "reduce", _reduce, ticks, row, state)
-
-
-def _moved(
-    step: DeviceStep,
-    name: str,
-    between: Callable[[DeviceStep, int, int], BlockCode],
-    ticks: NDArray[np.int64],
-    row: TickRecord[Scalar],
-    state: State,
-) -> State:
-    """The state after the blocks between rooms and chunks that some device runs in these ticks."""
+def works_of(
+    step: DeviceStep, ticks: NDArray[np.int64], row: TickRecord[Scalar]
+) -> Iterator[RoomWork]:
+    """What devices do for rooms before the blocks of these ticks: they reduce a gradient, gather
+    parameters, or both.
+    """
     for table, record in zip(step.program.ticks.links, row.links, strict=True):
         for room in range(step.program.num_rooms):
-            column = f"{name}_{room}"
-            wanted = table.columns[column][ticks]
-            for chunk in range(len(step.chunks)):
-                presence = Presence.of(int((wanted == chunk).sum()), wanted.size)
-                if presence is Presence.NEVER:
-                    continue
-                if step.blocking:
-                    presence = Presence.SOMETIMES  # in a loop, which keeps collectives in order
-                flag, block = record.columns[column] == chunk, between(step, room, chunk)
-                ordered = presence is Presence.SOMETIMES
-                state = run_where(presence, flag, block, state, ordered=ordered)
-    return state
+            names = f"reduce_{room}", f"gather_{room}"
+            chunks = [table.columns[name][ticks] for name in names]
+            numbers = [record.columns[name] for name in names]
+            for wanted in ((True, False), (False, True), (True, True)):
+                pairs = list(zip(chunks, numbers, wanted, strict=True))
+                where = np.logical_and.reduce([(c != NOBODY) == want for c, _, want in pairs])
+                flags = [(n != NOBODY) == want for _, n, want in pairs]
+                if where.any():
+                    codes = [
+                        code(step, room, sorted({*own[where].tolist()}), number)
+                        for code, (own, number, want) in zip((_reduce, _gather), pairs, strict=True)
+                        if want
+                    ]
+                    flag = jnp.logical_and(*flags)
+                    block = one_after_another(*codes)
+                    yield RoomWork(room, where, flag, block, step.blocking)
 
 
-def _gather(step: DeviceStep, room: int, chunk: int) -> BlockCode:
-    """The parameters of a chunk go into a room."""
+def _gather(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) -> BlockCode:
+    """The parameters of one of these chunks go into a room."""
 
     def run(state: State) -> State:
         with jax.named_scope("gather"):
-            leaves = zip(jax.tree.leaves(step.chunks[chunk]), step.plans_of(chunk), strict=True)
-            whole = [plan.gather(leaf) for leaf, plan in leaves]
+            first, *others = chunks
+            parts = jax.tree.leaves(step.chunks[first])
+            for chunk in others:
+                own = jax.tree.leaves(step.chunks[chunk])
+                parts = [jnp.where(number == chunk, *pair) for pair in zip(own, parts, strict=True)]
+            plans = step.plans_of(first)
+            whole = [plan.gather(part) for plan, part in zip(plans, parts, strict=True)]
             return state | {Key(Place.PARAMETERS, room): _room(step, room, whole)}
 
-    return BlockCode(set(), _changes(Kind.U, room, chunk), run, step.everywhere)
+    return _block(step, Kind.U, room, chunks, run)
 
 
-def _reduce(step: DeviceStep, room: int, chunk: int) -> BlockCode:
-    """The gradient in a room is added to the split one of a chunk, and is zero again."""
-    own, split = of_chunk(Place.STAGE_GRADIENTS, room), Key(Place.REDUCED, chunk)
+def _reduce(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) -> BlockCode:
+    """The gradient in a room is added to the split one of one of these chunks, and is zero
+    again.
+    """
+    own = Key(Place.STAGE_GRADIENTS, room)
 
     def run(state: State) -> State:
         with jax.named_scope("reduce"):
-            every = zip(state[split], state[own], step.plans_of(chunk), strict=True)
-            sums = [
-                None if plan.frozen else total + plan.scatter(stacked(part), step.setup.data_axes)
-                for total, part, plan in every
+            pairs = zip(state[own], step.plans_of(chunks[0]), strict=True)
+            axes = step.setup.data_axes
+            parts = [
+                None if part is None else plan.scatter(stacked(part), axes) for part, plan in pairs
             ]
-            return state | {split: sums, own: jax.tree.map(jnp.zeros_like, state[own])}
+            state = state | {own: list(map(_emptied, state[own], parts))}
+            for chunk in chunks:
+                key = Key(Place.REDUCED, chunk)
+                add = partial(_added, key, parts)
+                presence = Presence.SOMETIMES if len(chunks) > 1 else Presence.ALWAYS
+                block = BlockCode(set(), {key}, add, step.everywhere)
+                state = run_where(presence, number == chunk, block, state)
+            return state
 
-    return BlockCode(set(), _changes(Kind.X, room, chunk), run, step.everywhere)
+    return _block(step, Kind.X, room, chunks, run)
 
 
-def _changes(kind: Kind, room: int, chunk: int) -> set[Key]:
-    """What a kind may change; what is split is the chunk's, and what is whole the room's."""
+def _emptied(total: Any, part: Any) -> Any:
+    """Zeros in the place of an accumulator, once its reduction has ended: if XLA could write them
+    before, it would reduce a copy.
+    """
+    if part is None:
+        return None
+    sign = jnp.signbit(jnp.real(part.ravel()[:1]).sum()).astype(jnp.int32)
+    zero = jnp.minimum(sign, 0)  # XLA does not know that it is
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, zero.astype(leaf.dtype)), total)
+
+
+def _added(key: Key, parts: Leaves, state: State) -> State:
+    return state | {key: jax.tree.map(jnp.add, state[key], parts)}
+
+
+def _block(
+    step: DeviceStep, kind: Kind, room: int, chunks: Iterable[int], run: Callable[[State], State]
+) -> BlockCode:
+    """Code with the effects of a kind; what is split is a chunk's, and what is whole a room's."""
     places = {effect.place for effect in EFFECTS if effect.kind is kind}
-    return {Key(place, chunk if place is Place.REDUCED else room) for place in places}
+    keys = {
+        Key(place, number)
+        for place in places
+        for number in (chunks if place is Place.REDUCED else (room,))
+    }
+    return BlockCode(set(), keys, run, step.everywhere)
+
+
+def one_after_another(*blocks: BlockCode) -> BlockCode:
+    """Blocks under one predicate: those that share no part of the state may overlap."""
+
+    def run(state: State) -> State:
+        for block in blocks:
+            state = block.run(state)
+        return state
+
+    return BlockCode(
+        set().union(*(block.reads for block in blocks)),
+        set().union(*(block.changes for block in blocks)),
+        run,
+        any(block.everywhere for block in blocks),
+        any(block.loops for block in blocks),
+    )
+
+
+def beside(
+    works: Sequence[RoomWork], rooms: Collection[int], where: NDArray[np.bool_], flag: Flag
+) -> list[RoomWork]:
+    """The works that run under one predicate with a block that uses these rooms: of several on a
+    device, that of the lowest other room.
+    """
+    found: list[RoomWork] = []
+    for work in (work for work in works if work.room not in rooms):
+        lower = [other for other in found if other.room != work.room]
+        own = work.apart_from(lower).only(where, flag)
+        found += [own] if own.where.any() else []
+    return found

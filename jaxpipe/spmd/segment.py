@@ -20,14 +20,14 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Leaves, Scalar
+from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import NOBODY, POOL_OF, SENT_TO, Record, TickRecord
 from ..program.segments import BlockUse, Point, Presence, Segment, TickLoop, Transit
 from ..stage.setup import Clock, Setup
 from ..table.kinds import Kind
 from .actions import DeviceAction, pair_block
 from .block import TOKEN, BlockCode, Key, State, is_ordered, run_where, settled
-from .gathers import gathered, reduced
+from .gathers import RoomWork, beside, one_after_another, works_of
 from .pools import HostMoves
 from .step import DeviceStep
 
@@ -59,6 +59,7 @@ class _Run(NamedTuple):
     active: Presence
     tests_kind: bool  # stages of other kinds may run the block too
     paired: bool | None  # whether it is of a pair: None where the template has none
+    where: NDArray[np.bool_]  # by tick and device
 
 
 class SegmentCode:
@@ -130,17 +131,25 @@ class SegmentCode:
         """One tick; `brought` records the transfers in flight."""
         row, begun, ticks = rows[j], -1, self.segment.sharing(j)
         moves = HostMoves(self.step.packing, self._program, ticks, row)
-        state = moves.begin(gathered(self.step, ticks, row, state))
-        for place, runs in self._runs(j):
+        works = list(works_of(self.step, ticks, row))
+        every = [
+            (place, [(run, self._beside(run, works, row)) for run in runs])
+            for place, runs in self._runs(j)
+        ]
+        taken = [work for _, runs in every for _, own in runs for work in own]
+        for work in works:
+            state = work.apart_from(own for own in taken if own.room == work.room).run(state)
+        state = moves.begin(state)
+        for place, runs in every:
             if place != begun:
                 at, begun = Point(j, place), place
                 state = self._issue(self._due(at, rows), state, brought)
                 state = self._land(at, rows, state, brought)
-            for run in runs:
+            for run, own in runs:
                 with jax.named_scope(self._scope(run)):
-                    state = self._run(run, ticks, row, state)
+                    state = self._run(run, ticks, row, state, own)
             state = moves.store(state)
-        state, end = reduced(self.step, ticks, row, moves.end(state)), self.segment.end(j)
+        state, end = moves.end(state), self.segment.end(j)
         state = self._issue(self._due(end, rows), state, brought)
         return self._land(end, rows, state, brought)
 
@@ -158,7 +167,11 @@ class SegmentCode:
             counts = Counter(zip(*(kinds[p][those].tolist() for p in places), strict=True))
             uses, several = tuple(blocks[p] for p in places), len(counts) > 1
             active = Presence.SOMETIMES if several else Presence.of(int(those.sum()), those.size)
-            return [_Run(uses, kind, active, several, paired) for kind in sorted(counts)]
+            alike = {
+                kind: those & np.logical_and.reduce([kinds[p] == k for p, k in zip(places, kind)])
+                for kind in sorted(counts)
+            }
+            return [_Run(uses, k, active, several, paired, own) for k, own in alike.items()]
 
         fuses = self.step.setup.clock is None and not program.schedule.encoded.recomputes
         ahead = program.pairs[ticks] & fuses
@@ -246,27 +259,59 @@ class SegmentCode:
             pool = [slot.store(leaf) for slot, leaf in zip(slots, new, strict=True)]
             return state | {Key(place): pool}
 
-    def _run(
-        self, run: _Run, ticks: NDArray[np.int64], row: TickRecord[Scalar], state: State
-    ) -> State:
-        """Run a block, or a pair, under its predicate, in ticks that share its code."""
-        step, use, program = self.step, run.uses[0], self._program
-        records = [row.of(each.block.kind) for each in run.uses]
+    def _flag(self, run: _Run, row: TickRecord[Scalar]) -> Flag:
+        """Whether this device runs it."""
+        program = self._program
         flags = [program.asks(row, each.block) for each in run.uses]
         if run.paired:
             flags.append(row.distinct)
         elif run.paired is not None:
             flags.append(jnp.logical_not(row.pairs(program.joint)))
         if run.tests_kind:
-            kinds, pairs = jnp.array(step.code.kind_of), zip(records, run.kinds, strict=True)
-            flags += [kinds[record.stage] == kind for record, kind in pairs]
+            kinds = jnp.array(self.step.code.kind_of)
+            for each, kind in zip(run.uses, run.kinds, strict=True):
+                flags.append(kinds[row.of(each.block.kind).stage] == kind)
+        flag: Flag = reduce(jnp.logical_and, flags)
+        return flag
+
+    def _beside(
+        self, run: _Run, works: Sequence[RoomWork], row: TickRecord[Scalar]
+    ) -> list[RoomWork]:
+        """What runs under one predicate with a block, beside its compute; a block that is timed is
+        alone.
+        """
+        setup, blocks = self.step.setup, [use.block for use in run.uses]
+        if not setup.form.beside or setup.clock is not None or blocks[0].is_share:
+            return []
+        rooms = [block.chunk for block in blocks]
+        return beside(works, rooms, run.where, self._flag(run, row))
+
+    def _run(
+        self,
+        run: _Run,
+        ticks: NDArray[np.int64],
+        row: TickRecord[Scalar],
+        state: State,
+        works: Sequence[RoomWork],
+    ) -> State:
+        """Run a block, or a pair, under its predicate, in ticks that share its code: with what runs
+        beside it, and without.
+        """
+        step, use = self.step, run.uses[0]
+        records = [row.of(each.block.kind) for each in run.uses]
         record, kind, active = records[0], use.block.kind, run.active
         parts = zip(run.uses, run.kinds, records, strict=True)
         actions = [DeviceAction(step, *part, self._slots(part[0], ticks)) for part in parts]
         block = pair_block(*actions) if run.paired else actions[0].block()
         is_share = use.block.is_share
         stage = lax.axis_index(step.setup.axis) if is_share else record.stage
-        flag = reduce(jnp.logical_and, flags)
+        flag = self._flag(run, row)
+        for work in works:
+            both = work._replace(block=one_after_another(work.block, block))
+            state, active = both.run(state), Presence.SOMETIMES
+            flag = jnp.logical_and(flag, jnp.logical_not(work.flag))
+        if works and not (run.where & ~np.logical_or.reduce([w.where for w in works])).any():
+            return state
         if step.setup.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
             # computed.

@@ -11,7 +11,10 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.rooms import rooms_of
+from jaxpipe.program.ir import NOBODY
 from jaxpipe.transforms import Reduce
 from tests.axes.model import (
     SPECS,
@@ -105,10 +108,22 @@ def test_tensor_axes_split_what_is_gathered() -> None:
     check(pipe)
 
 
-@pytest.mark.slow
-def test_the_form_of_gpus() -> None:
-    pipe = jp.Pipeline(MODEL, table("zbv", 2, 1), mesh(), sharding=SHARDED, executor=gpu_form())
-    check(pipe)
+@pytest.mark.parametrize(
+    ("name", "chunks", "most"), [("interleaved_1f1b", 3, 2), slow("interleaved_zb", 4, 3)]
+)
+def test_the_form_of_gpus_gathers_beside_compute(name: str, chunks: int, most: int) -> None:
+    schedule = table(name, chunks, most)
+    # most are in the tick of an action that needs another room
+    program = plan_of(schedule).program()
+    (links,) = program.ticks.links
+    busy = np.stack([record.chunk for _, record in program.ticks.actions])
+    gathers = [
+        room not in busy[:, tick, device] and (busy[:, tick, device] != NOBODY).any()
+        for room in range(most)
+        for tick, device in np.argwhere(links.columns[f"gather_{room}"] != NOBODY)
+    ]
+    assert np.mean(gathers) > 0.6
+    check(jp.Pipeline(MODEL, schedule, mesh(), sharding=SHARDED, executor=gpu_form()))
 
 
 @pytest.mark.slow
@@ -200,3 +215,42 @@ def test_a_gradient_of_several_runs_needs_a_reduction_after_each() -> None:
     plain = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
     with pytest.raises(jp.ScheduleError, match=r"Reduce\.EACH_RUN"):
         jp.Pipeline(MODEL, jp.add_gathers(plain, max_active=1), mesh(), sharding=SHARDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": jp.Memory(offload=jp.Offload.RESIDUALS)},
+        {"executor": EagerExecutor()},
+        {"memory": jp.Memory(remat="full")},
+    ],
+    ids=["offload", "eager", "remat"],
+)
+def test_what_combines_with_gathers(options: dict[str, Any]) -> None:
+    schedule = table("interleaved_1f1b", 3, 2)
+    check(jp.Pipeline(MODEL, schedule, mesh(), sharding=SHARDED, **options))
+
+
+@pytest.mark.slow
+def test_layers_of_letters() -> None:
+    model = jp.Model({"E": first, "t": stage, "L": last}, layers="Et*8L")
+    params = canonical(8)
+    params["stages"] = {"t": params["stages"]}
+    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+    loss, grads = pipe.value_and_grad(pipe.place(params), batch(M))
+    wanted_loss, wanted = jax.value_and_grad(model.loss)(params, batch(M))
+    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    assert worst_error(like_truth(pipe.canonical(grads)), like_truth(wanted)) <= FLOAT64
+
+
+def test_memory_counts_the_rooms() -> None:
+    """The whole parameters and gradients of two stages, instead of three."""
+    plain = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=3)
+    found = []
+    for schedule in (plain, gathered(plain, 2)):
+        pipe = jp.Pipeline(MODEL, schedule, mesh(), sharding=SHARDED)
+        found.append(jp.inspect.memory(pipe, pipe.place(canonical(6)), batch(M))["gathered"])
+    once, often = found
+    outer = once - 3 * (once - often)
+    assert 0 <= outer < once - often, "embedding and head are whole in both"
