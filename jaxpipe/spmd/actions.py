@@ -98,7 +98,8 @@ class DeviceAction:
         return self.step.operand(by, self.use.block.chunk, self.stage_kind)
 
     def _signature(self, by: By) -> Signature:
-        keeps = self.step.setup.training and self.use.block.keeps
+        # R makes the residuals of a stage again, and of no other function.
+        keeps = self.step.setup.training and (self.use.block.keeps or by is not By.STAGE)
         defers = self.step.code.defers_last
         return signature(self._operand(by).code, by, self.kind, keeps=keeps, defers=defers)
 
