@@ -98,7 +98,7 @@ def test_layers_that_are_recomputed_do_not_wait_for_the_host() -> None:
 @pytest.mark.slow
 @pytest.mark.xfail(
     strict=True,
-    reason="13 predicates around pairs are in no CUDA graph: in one, a pad reads the loop's counter",
+    reason="13 predicates around pairs are in no CUDA graph",
 )
 def test_the_ramps_of_dualpipev_do_not_wait_for_the_host() -> None:
     assert report("dualpipev", microbatches=12, devices=6)["host_waits"] == 0
