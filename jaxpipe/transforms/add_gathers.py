@@ -39,7 +39,7 @@ def add_gathers(
     A stage is dropped where another one needs its room and is needed sooner, right after its last
     use; that is the fewest gathers that `max_active` allows.  Idle cells go.
 
-    With `ahead=None`, U and D are where torch 2.13's `_add_unshard_reshard` has them, which gathers
+    With `ahead=None`, U and D are where torch's `_add_unshard_reshard` has them, which gathers
     as early as there is room; and with `Reduce.ONCE`, X is where its `_add_reduce_grad` has it.
 
     Args:
