@@ -52,8 +52,8 @@ def mesh(*more: str) -> Mesh:
     return Mesh(np.array(devices).reshape((2,) * len(names)), names)
 
 
-def table(name: str, chunks: int, most: int, **options: Any) -> jp.Schedule:
-    plain = jp.schedules.build(name, devices=2, microbatches=M, chunks=chunks)
+def table(name: str, chunks: int, most: int, *, devices: int = 2, **options: Any) -> jp.Schedule:
+    plain = jp.schedules.build(name, devices=devices, microbatches=M, chunks=chunks)
     return gathered(plain, most, **options)
 
 
