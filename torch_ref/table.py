@@ -75,9 +75,10 @@ class Place(NamedTuple):
         return f"device {self.device}, position {self.position}"
 
 
+# What is passed over.
+SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _ACTION = re.compile(r"(\d+)([FBIWRLEGH])(\d+)")
 _TRANSFER = re.compile(r"\d+(SEND|RECV)_[FB]\d+")
-_SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -165,7 +166,7 @@ def read_table(text: str) -> Table:
 
 
 def _read_cell(text: str) -> Cell:
-    if not text or _SHARDED.fullmatch(text):
+    if not text or SHARDED.fullmatch(text):
         return ()
     pair = _PAIR.fullmatch(text)
     if pair is None:

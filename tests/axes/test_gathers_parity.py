@@ -12,7 +12,13 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from tests.axes import test_local
-from tests.axes.model import mesh as mesh_of_8, worst_error as worst
+from tests.axes.model import (
+    batch,
+    canonical,
+    mesh as mesh_of_8,
+    truth as truth_of,
+    worst_error as worst,
+)
 from tests.axes.test_gathers import MODEL, SHARDED, M, check, gathered, mesh, table
 from tests.axes.test_own_paths import (
     ENDS,
@@ -25,6 +31,7 @@ from tests.axes.test_own_paths import (
     stack,
 )
 from tests.checkpoint import runs
+from tests.checkpoint.placements import uneven
 from tests.models import twin
 from tests.oracle import oracle_value_and_grad
 from tests.parity.engines import (
@@ -36,6 +43,7 @@ from tests.parity.engines import (
     truth,
     worst_error,
 )
+from tests.slices import test_parity
 from tests.tiers import slow
 from tests.tolerance import FLOAT64, step_error
 from tests.unlike.test_unlike import draw
@@ -88,6 +96,22 @@ def test_ends_are_spread_before_stages_are_gathered() -> None:
         "spread `last` without them, then put them in",
     ):
         jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+
+
+@pytest.mark.slow
+def test_slices_of_sequences_that_pass_a_carry() -> None:
+    plain = test_parity.build("interleaved_1f1b", devices=2, slices=2, chunks=2)
+    model, params, rows = test_parity.data("recurrent", 4, 2)
+    pipe = jp.Pipeline(model, gathered(plain, 1), mesh(), sharding=SHARDED)
+    assert step_error(pipe, params, rows, test_parity.truth("recurrent", 4, 2)) <= FLOAT64
+
+
+@pytest.mark.slow
+def test_devices_with_one_and_with_two_stages() -> None:
+    plain = uneven()
+    pipe = jp.Pipeline(MODEL, gathered(plain, 1), mesh_of(3, data=2), sharding=SHARDED)
+    count = plain.num_microbatches
+    assert step_error(pipe, canonical(4), batch(count), truth_of(4, count)) <= FLOAT64
 
 
 @pytest.mark.parametrize("fsdp", ["expert", slow("data")])
