@@ -1,10 +1,11 @@
 """Reads a schedule table: a line a device, a cell an action, an empty cell where the device idles.
 
-Nothing is passed over: a cell that is not F, B, I, W, R, L, E, G, H or an overlapped pair is an
-error, and so is a table that does not hold every forward (and, if it has any backward, every
-backward) exactly once, on one device.  An L is a device's share of `last`, an E of `first`, a G of
-the gradient of `first`: its first number is the device's, and a table that has any has one for
-every device and microbatch.
+torch's UNSHARD, RESHARD and REDUCE_GRAD say where parameters and gradients are whole, which changes
+no number: they are passed over.  Nothing else is: a cell that is not F, B, I, W, R, L, E, G, H or
+an overlapped pair is an error, and so is a table that does not hold every forward (and, if it has
+any backward, every backward) exactly once, on one device.  An L is a device's share of `last`, an E
+of `first`, a G of the gradient of `first`: its first number is the device's, and a table that has
+any has one for every device and microbatch.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
 
-# The actions of a cell: none (idle), one, or the forward and the backward of an overlapped pair.
+# The actions of a cell: none (idle, or what is passed over), one, or the forward and the backward
+# of an overlapped pair.
 Cell: TypeAlias = tuple[Action, ...]
 
 
@@ -73,6 +75,8 @@ class Place(NamedTuple):
         return f"device {self.device}, position {self.position}"
 
 
+# What is passed over.
+SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _ACTION = re.compile(r"(\d+)([FBIWRLEGH])(\d+)")
 _TRANSFER = re.compile(r"\d+(SEND|RECV)_[FB]\d+")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -162,7 +166,7 @@ def read_table(text: str) -> Table:
 
 
 def _read_cell(text: str) -> Cell:
-    if not text:
+    if not text or SHARDED.fullmatch(text):
         return ()
     pair = _PAIR.fullmatch(text)
     if pair is None:

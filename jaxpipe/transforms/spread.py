@@ -247,7 +247,7 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
     """ScheduleError for a table that cannot have collective actions."""
     check(schedule)
     name = "`last`" if Kind.L in kinds else "`first`"
-    refuse_transfers(schedule, f"spread {name} without them")
+    refuse_transfers(schedule, f"spread {name} without them, then put them in")
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(
             f"the table has fewer stages ({schedule.num_stages}) than devices "

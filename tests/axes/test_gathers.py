@@ -52,8 +52,8 @@ def mesh(*more: str) -> Mesh:
     return Mesh(np.array(devices).reshape((2,) * len(names)), names)
 
 
-def table(name: str, chunks: int, most: int, **options: Any) -> jp.Schedule:
-    plain = jp.schedules.build(name, devices=2, microbatches=M, chunks=chunks)
+def table(name: str, chunks: int, most: int, *, devices: int = 2, **options: Any) -> jp.Schedule:
+    plain = jp.schedules.build(name, devices=devices, microbatches=M, chunks=chunks)
     return gathered(plain, most, **options)
 
 
@@ -209,6 +209,17 @@ def test_what_cannot_be_gathered_twice_is_refused(model: jp.Model, params: Any, 
     pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
     with pytest.raises(jp.PipelineError, match=f"{why}; gather them once a step"):
         pipe.value_and_grad(pipe.place(params), batch(M))
+
+
+def test_stages_with_state_are_refused() -> None:
+    def counting(params: Any, x: Any, *, state: Any) -> Any:
+        return stage(params, x), {"seen": state["seen"] + 1}
+
+    model = jp.Model(counting, first=first, last=last)
+    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+    state = pipe.place_state({"seen": np.zeros(4)})
+    with pytest.raises(jp.PipelineError, match="stages take `state`; gather them once a step"):
+        pipe.value_and_grad(pipe.place(canonical(4)), batch(M), state=state)
 
 
 def test_a_gradient_of_several_runs_needs_a_reduction_after_each() -> None:

@@ -36,7 +36,8 @@ def run(table, *, stages=2, batch=None, weights=None, **how):
         ("(0B0;0F1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
         ("(0F0;0B1;0W1)OVERLAP_F_B\n", ["is not an action"]),
         ("(0F0;0R1)OVERLAP_F_B\n", ["the first of a pair must be F, the second B or I"]),
-        ("0REDUCE_GRAD\n", ["'0REDUCE_GRAD' is not an action"]),
+        ("0UNSHARD,0RESHARD,0REDUCE_GRAD\n", ["holds no action"]),
+        ("0UNSHARD0,0F0,0B0\n", ["'0UNSHARD0' is not an action"]),
         (
             "0E0,0F0,0B0\n",
             ["0G0 is missing: every device has its share of the gradient of `first`"],

@@ -65,6 +65,11 @@ TWO = {
     "M < P": named("1f1b", 2, 1),
     "untied": named("zb_h1", 2, 3, tied=False),
     "sum and count": job(ZERO_BUBBLE, gpt(2, sum_count=True), gpt_batch(6, weighted=True)),
+    "gathered": job(
+        jp.add_gathers(jp.schedules.build("zbv", devices=2, microbatches=2)).to_csv(),
+        gpt(4),
+        gpt_batch(4),
+    ),
     "conv": job(ZERO_BUBBLE, ConvNet(num_stages=2), conv_batch(6)),
     "moe": job(ZERO_BUBBLE, MoE(num_stages=2, vocab=11), gpt_batch(6)),
     "rnn": job(ZERO_BUBBLE, RNN(num_stages=2), rnn_batch(6), split=Split.AT_ONCE),

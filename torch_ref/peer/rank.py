@@ -21,7 +21,7 @@ from ..batch import Microbatches
 from ..errors import PeerError
 from ..models.base import Arrays, Context, StagedModel, SumCount, WithAux
 from ..result import Array, to_numpy
-from ..table import Kind, Table, read_table
+from ..table import SHARDED, Kind, Table, read_table
 from ..weights import Weights
 
 
@@ -173,10 +173,10 @@ def _nothing_at_w() -> Callable[[], None]:
 
 
 def load(runtime: Any, text: str) -> None:
-    """Hand a table's text to torch's CSV reader."""
+    """Hand a table's text to torch's CSV reader: what computes, of stages that are not sharded."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table.csv"
-        path.write_text(text)
+        path.write_text(SHARDED.sub("", text))
         runtime._load_csv(str(path))
 
 
