@@ -48,3 +48,8 @@ def worst_error(rank, table):
         for stage in own
         for p, grad in zip(modules[stage].parameters(), wanted[stage], strict=True)
     )
+
+
+def worst_errors(rank, tables):
+    """That of several tables, in the same processes."""
+    return [worst_error(rank, table) for table in tables]
