@@ -334,9 +334,10 @@ def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
 
 def state_faults(state: Any, layout: ParamLayout, what: str, data_shards: int) -> list[str]:
     """Faults of the stages' own state; `what` it is, "" where no stage takes it."""
+    given = bool(jax.tree.leaves(state))
     if not what:
-        return ["no stage takes `state` by keyword; leave state= out"] if state else []
-    if not state:
+        return ["no stage takes `state` by keyword; leave state= out"] if given else []
+    if not given:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
     faults = owner_faults(state, layout, what, "place_state")
     keys = sorted(name for name, leaf in by_path(state).items() if is_key(leaf))

@@ -372,8 +372,9 @@ def test_faults_of_state():
     with refused(r"state are not placed.*`place_state`"):
         pipe.value_and_grad(params, rows(), state=start(2))
     stateless = jp.Pipeline(jp.Model(lambda p, x: x @ p["w"], last=last), build("1f1b"), mesh_of(2))
-    with refused("no stage takes `state`"):
-        stateless.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
+    for given in (pipe.place_state(start(2)), np.zeros(2)):
+        with refused("no stage takes `state`"):
+            stateless.value_and_grad(params, rows(), state=given)
     with refused("cannot be on two devices"):
         jp.Pipeline(jp.Model(normalised, last=last), build("dualpipe"), mesh_of(2))
 
