@@ -127,26 +127,21 @@ def leaves(model: Llama, pipe: jp.Pipeline) -> list[Leaf | Shared]:
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> Leaf | Shared:
         if path[0].key != "stages":
-            # A table with zeros at its end, so that it divides, is an object with one array.
-            name = joined([key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)])
+            name = joined(path)
             return Leaf(name, leaf, canonical[name].shape, None)
         chunk, own = path[1].idx, placed["stages"][path[1].idx]
         packed = getattr(own, "layout", None)  # unlike stages: arrays by name, and buffers
         if packed is None or packed.of(path[2].key) is None:
             name, found = rows(chunk, joined(path[2:]), leaf.shape[1])
             return Leaf(name, leaf, canonical[name].shape[1:], found)
-        names = [name for name, _ in packed.of(path[2].key).leaves]
-        held = []
-        for device, form in enumerate(packed.forms):
-            own = () if form is None else zip(form.paths, packed.places(form), strict=True)
-            places = {} if form is None else dict(zip(form.names, own, strict=True))
-            held.append(
-                tuple(
-                    (*of_stage(device, chunk, places[n][0]), places[n][1])
-                    for n in names
-                    if n in places
-                )
+        held = [
+            tuple(
+                (*of_stage(device, chunk, row.path), place)
+                for row, place in zip(form.rows, form.places(packed.names), strict=True)
+                if row.array == path[2].key
             )
+            for device, form in enumerate(packed.forms)
+        ]
         return Shared(leaf, tuple(held))
 
     return [one(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(placed)]
