@@ -82,8 +82,9 @@ def is_view(eqn: core.JaxprEqn) -> bool:
     whole numbers and masks: of results that are computed once a step, all that is made again in
     each microbatch.
 
-    Positions in the trips of a loop would take room for each trip.  Products take FP8 arrays as
-    they lie in memory (`with_fp8_rows`), so a transpose of one is no layout change, but a copy.
+    Positions in the trips of a loop would take room for each trip.  A product of FP8 arrays
+    wants one order of their dims (`with_fp8_rows`), so a transpose of one is no layout change, but
+    a copy.
     """
     result: Any = eqn.outvars[0].aval
     if not is_arithmetic(eqn) or is_layout(eqn):

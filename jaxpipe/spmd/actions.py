@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from itertools import dropwhile, islice, takewhile
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,17 +83,18 @@ class DeviceAction:
             return True
         if effect.place is Place.PARAMETERS:
             return bool(self.step.program.num_rooms)
-        code, result = self._operand(By.STAGE).code, effect.result
-        if effect.when == "has_loss" and not code.avals[Place.LOSSES]:
+        if not self.use.does(effect):
             return False
+        code, result = self._operand(By.STAGE).code, effect.result
+        if effect.when == "has_loss":
+            return bool(code.avals[Place.LOSSES])
         # A stage of this kind may be at no end of the model, or no other stage takes its result.
         if effect.when in ("is_first", "is_last"):
             sent = Place.SENT_X if effect.when == "is_last" else Place.SENT_DX
-            return self.use.does(effect) and self.step.code.fits(code, sent)
+            return self.step.code.fits(code, sent)
         if result in _SENT and effect.access is Access.WRITE:
-            buffer = self.step.buffers[_SENT[result]]
-            return self.use.does(effect) and buffer.has(code.avals[result])
-        return self.use.does(effect)
+            return self.step.buffers[_SENT[result]].has(code.avals[result])
+        return True
 
     def _operand(self, by: By) -> Operand:
         return self.step.operand(by, self.use.block.chunk, self.stage_kind)
@@ -169,12 +171,15 @@ class DeviceAction:
 
     def end(self, outs: Leaves, state: State) -> State:
         """The state after the action, from the results of the main function."""
-        code, returns = self._operand(self.main).code, self._signature(self.main).returns
-        return self._after(self.effects[self.main], code.results(returns, outs), state)
+        return self._after(self.effects[self.main], self._results(self.main, outs), state)
+
+    def _results(self, by: By, outs: Leaves) -> dict[Place, Leaves]:
+        """The results of a function by place."""
+        return self._operand(by).code.results(self._signature(by).returns, outs)
 
     def _before(self, state: State) -> State:
         """The state after the functions that run before the main one."""
-        for by in (by for by in self.effects if self._is_before(by)):
+        for by in takewhile(lambda by: by is not self.main, self.effects):
             state = self._nested(by, {}, state)
         return state
 
@@ -183,13 +188,9 @@ class DeviceAction:
     ) -> State:
         """The state with these effects of the main function, and after those that follow it."""
         state = self._stored(effects, found, state)
-        for by in (by for by in self.effects if by is not self.main and not self._is_before(by)):
+        for by in islice(dropwhile(lambda by: by is not self.main, self.effects), 1, None):
             state = self._nested(by, found, state)
         return state
-
-    def _is_before(self, by: By) -> bool:
-        order = list(self.effects)
-        return order.index(by) < order.index(self.main)
 
     def _nested(self, by: By, found: Mapping[Place, Leaves], state: State) -> State:
         """The state after a function that runs under a flag, and takes what others have found."""
@@ -198,8 +199,7 @@ class DeviceAction:
 
         def run(state: State) -> State:
             (outs,) = run_in_slots(self._code(by, found, state))
-            results = self._operand(by).code.results(self._signature(by).returns, outs)
-            return self._stored(effects, results, state, under=flag)
+            return self._stored(effects, self._results(by, outs), state, under=flag)
 
         return self._under(flag, effects, run, state)
 
@@ -223,7 +223,7 @@ class DeviceAction:
 
         def run(action: DeviceAction, state: State) -> State:
             (outs,) = run_in_slots(action._code(self.main, {}, state))
-            found = code.results(returns, outs)
+            found = self._results(self.main, outs)
             left = {key: without_weak_types(found[place]) for place, key in others.items()}
             return action._stored(inside, found, state) | left
 
@@ -372,9 +372,7 @@ def pair_block(forward: DeviceAction, backward: DeviceAction) -> BlockCode:
         back_outs, ahead_outs = run_in_slots(back, ahead)
         return backward.end(back_outs, forward.end(ahead_outs, state))
 
-    one, two = forward.block(), backward.block()
-    reads, changes = one.reads | two.reads, one.changes | two.changes
-    return BlockCode(reads, changes, run_both, one.everywhere, one.loops)
+    return BlockCode.of_all((forward.block(), backward.block()), run_both)
 
 
 def _or_zeros(flag: Flag | None, leaf: Any) -> Any:

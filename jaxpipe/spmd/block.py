@@ -144,6 +144,17 @@ class BlockCode:
     everywhere: bool = False
     loops: bool = False
 
+    @classmethod
+    def of_all(cls, blocks: Sequence[BlockCode], run: Callable[[State], State]) -> BlockCode:
+        """Code that does what all of these blocks do."""
+        return cls(
+            set().union(*(block.reads for block in blocks)),
+            set().union(*(block.changes for block in blocks)),
+            run,
+            any(block.everywhere for block in blocks),
+            any(block.loops for block in blocks),
+        )
+
     def part(self, state: State) -> State:
         """The part of the state that it may change."""
         return {key: state[key] for key in sorted(self.changes)}

@@ -188,13 +188,7 @@ def one_after_another(*blocks: BlockCode) -> BlockCode:
             state = block.run(state)
         return state
 
-    return BlockCode(
-        set().union(*(block.reads for block in blocks)),
-        set().union(*(block.changes for block in blocks)),
-        run,
-        any(block.everywhere for block in blocks),
-        any(block.loops for block in blocks),
-    )
+    return BlockCode.of_all(blocks, run)
 
 
 def beside(

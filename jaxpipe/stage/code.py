@@ -98,7 +98,7 @@ RESULTS = {
 # `once`.
 INPUTS = (Place.X, Place.CARRY, Place.BUFFER)
 COTANGENTS = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
-# What a backward of a stage takes after `once`; LOSSES stands for the cotangent of a loss.
+# What a backward of a stage takes after `once`; at LOSSES, the cotangent of a loss.
 _TAKES = (*RESIDUALS, *COTANGENTS, Place.LOSSES)
 # What pools keep of a microbatch, or of a slice, in a stage.
 STORED = (
@@ -204,10 +204,10 @@ class StageCode:
         """The results for consecutive places, of the first of these values."""
         return {place: list(values[span]) for place, span in self.spans(places).items()}
 
-    def of(self, kind: Kind, *, keeps: bool = True) -> core.Jaxpr:
-        """The code of a kind of action; `keeps`: the forward's residuals."""
+    def of(self, kind: Kind) -> core.Jaxpr:
+        """The code of a kind of action; of F that which keeps residuals."""
         return {
-            Kind.F: self.forward if keeps else self.evaluate,
+            Kind.F: self.forward,
             Kind.R: self.recompute,
             Kind.B: self.backward,
             Kind.I: self.input_grad,
