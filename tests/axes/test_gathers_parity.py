@@ -19,7 +19,7 @@ from tests.axes.model import (
     truth as truth_of,
     worst_error as worst,
 )
-from tests.axes.test_gathers import MODEL, SHARDED, M, check, gathered, mesh, table
+from tests.axes.test_gathers import MODEL, SHARDED, M, check, gathered, in_tiers, mesh, table
 from tests.axes.test_own_paths import (
     ENDS,
     ONE,
@@ -48,19 +48,7 @@ from tests.tiers import slow
 from tests.tolerance import FLOAT64, step_error
 from tests.unlike.test_unlike import draw
 
-# Schedules with chunks, and the most stages that are whole at a time: every one but those that pair
-# both stages of a device (dualpipe, dualpipev).
-TABLES = [
-    slow("auto", 2, 1),
-    slow("interleaved_1f1b", 2, 1),
-    slow("interleaved_1f1b", 3, 2),
-    slow("interleaved_1f1b_overlap", 3, 2),
-    slow("interleaved_zb", 3, 2),
-    ("looped_bfs", 2, 1),
-    slow("v_half", 2, 1),
-    slow("v_min", 2, 1),
-    slow("zbv", 2, 1),
-]
+TABLES = [slow("auto", 2, 1), *in_tiers("looped_bfs")]
 
 
 @pytest.mark.parametrize(("name", "chunks", "most"), TABLES)

@@ -203,8 +203,8 @@ def test_where_all_scores_are_equal_both_choose_the_first_experts_and_drop_the_s
 def test_the_bias_of_a_pipeline_moves_the_load_towards_balance(made):
     """By the example's rate, on one batch and with all other parameters as they are.
 
-    What a layer routes anew changes the load of the layers after it, so the load of a layer is even
-    for good only once those before it are at rest.
+    A layer that routes otherwise changes the load of the layers after it, so the load of a layer is
+    even for good only once those before it are at rest.
     """
     *_, params, batch, _, _, step = made("dualpipev")
     worst = []

@@ -91,7 +91,7 @@ def test_transfers_are_those_of_the_plan_and_hold_no_cycle(name: str) -> None:
     schedule = jp.schedules.build(name, devices=4, microbatches=8)
     segments = plan_on_h100s(schedule).segments
     trips = (p for s in segments for template in s.templates for p in template.permutes)
-    # Once more after the last trip.  XLA drops those that nobody reads: all of the last segment.
+    # Once more after the last trip.  XLA drops those without a reader: all of the last segment.
     after = (transit.permute for s in segments[:-1] for transit in s.in_flight)
     planned, last = (Counter(tuple(sorted(p.pairs)) for p in each) for each in (trips, after))
     compiled = Counter(tuple(sorted(p)) for p in pairs_of(compile_step(schedule).as_text()))
