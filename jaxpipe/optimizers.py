@@ -23,7 +23,7 @@ from .storage.follow import Followers
 from .storage.packed import Packed, masked, on_own_stages
 from .storage.padding import Padding, by_parameter
 from .storage.rules import PROBE, init_as_updated, rules_of
-from .storage.table import BufferKey, ChunkLayout, Group, Parameter, chunk_layout
+from .storage.table import BufferKey, ChunkLayout, Group, Parameter, chunk_layouts
 
 
 class PerLayer(NamedTuple):
@@ -244,7 +244,7 @@ class _PerLayer:
             parts = () if found is None else partition.kept(found[1], dtype).parts
             return BufferKey(Group.TRAINED, parts)
 
-        return chunk_layout(own, range(len(own)), partition.storing(kept))
+        return chunk_layouts([own], [range(len(own))], partition.storing(kept))[0]
 
     # Rules that cannot act on a layer
 

@@ -17,7 +17,7 @@ from .errors import PipelineError, typed
 from .jaxprs.loops import with_counted_loops
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.rooms import rooms_of
+from .lowering.rooms import rooms_of, with_rooms
 from .lowering.target import Target
 from .model.arguments import (
     check_costs,
@@ -121,13 +121,20 @@ class Pipeline:
         functions = model.functions(rematerialised(stages, memory.remat))
         self.functions = replace(functions, slices=schedule.slices)
         spread = [key for key in ("first", "last") if functions.spreads(key)]
-        # Where nothing is split, or all is gathered once a step, no action is needed.
-        if sharding.fsdp is None or mesh.shape[sharding.fsdp] == 1 or not rooms_of(schedule):
-            schedule = remove_gathers(schedule)
-        self.schedule = with_shares(schedule, costs, spread)
+        if sharding.fsdp is None or mesh.shape[sharding.fsdp] == 1:
+            self.schedule = with_shares(remove_gathers(schedule), costs, spread)
+        else:
+            schedule = with_shares(with_rooms(schedule, None), costs, spread)
+            self.schedule = with_rooms(schedule, sharding.max_active)
         cuts = Cuts(schedule.num_devices, model.cuts(stages))
         self.partition = Partition(
-            self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced
+            self.mesh,
+            sharding,
+            self.layout,
+            cuts,
+            model.frozen,
+            model.replaced,
+            alike=rooms_of(self.schedule) is not None,
         )
         self._placer = Placer(self.partition)
         self._steps = StepRunner(

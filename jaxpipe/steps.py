@@ -32,7 +32,8 @@ from .model.model import Plain
 from .model.settings import Memory, as_automatic, in_context, on_mesh, own_context
 from .stage.setup import Clock, Setup
 from .storage.chunks import Chunks, param_faults, state_faults
-from .storage.partition import Partition, gather_faults
+from .storage.partition import Partition
+from .storage.room import room_faults
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule, named
 from .transforms.add_gathers import add_gathers
@@ -193,8 +194,9 @@ class StepRunner:
         functions = functions.over(own.axis, own.sizes(plans))
         plan = self.plan if training else self._forward_plan(call, batch)
         if plan.ticks.rooms is not None:
-            stages, state = arguments[0]["stages"], functions.has_state
-            faults = gather_faults(stages, plans["stages"], state=state)
+            stages, state = arguments[0]["stages"], arguments[3]
+            faults = room_faults(stages, "parameters", "place")
+            faults += room_faults(state, "state", "place_state")
             PipelineError.refuse(_REFUSED, faults)
         split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
         return Setup(

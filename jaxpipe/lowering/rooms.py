@@ -15,12 +15,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..errors import ScheduleError
 from ..program.ir import NOBODY, IntTable, Record, links_of
 from ..table.encoded import IntArray
 from ..table.gathered import runs_of
 from ..table.kinds import BESIDE, LINKED, Sharded, gatherers
 from ..table.schedule import Schedule
+from ..transforms.add_gathers import Reduce, add_gathers, reduce_each_run
 from ..transforms.rewrites import remove_gathers
 
 
@@ -78,31 +78,51 @@ class Rooms:
                 yield 1 + int(when[before]) if before >= 0 else 0
 
 
+def with_rooms(schedule: Schedule, max_active: int | None) -> Schedule:
+    """The table as a program gathers: without U, D and X where each stage is gathered once for the
+    whole step.  Else each gradient is reduced at the end of a run, as its room is given away.
+
+    A table without them gets those of `max_active` stages.
+
+    Raises:
+        ScheduleError: a pair needs more stages than `max_active`.
+    """
+    if schedule.encoded.kinds.isdisjoint(LINKED) and max_active is not None:
+        schedule = add_gathers(schedule, max_active=max_active, reduce=Reduce.EACH_RUN)
+    if _gathers_once(schedule):
+        return remove_gathers(schedule)
+    return reduce_each_run(schedule) if _reduced_late(schedule).size else schedule
+
+
+def _gathers_once(schedule: Schedule) -> bool:
+    """Whether no device gathers more stages than it has."""
+    table = schedule.encoded
+    gathers = table.device[table.of_kinds(gatherers(Sharded.PARAMETERS))]
+    held = np.bincount(gathers, minlength=table.num_devices)
+    return bool((held <= [len(stages) for stages in schedule.placement.stages_of]).all())
+
+
+def _reduced_late(schedule: Schedule) -> IntArray:
+    """The actions whose stage is dropped before its gradient is reduced."""
+    gather, gradient = (runs_of(schedule.encoded, what) for what in Sharded)
+    own = (gradient.end >= 0) & (gather.end >= 0) & (gradient.end > gather.end)
+    return np.flatnonzero(own)
+
+
 @lru_cache(maxsize=64)
 def rooms_of(schedule: Schedule) -> Rooms | None:
     """The rooms of a table; None where each device gathers each of its stages once, for the whole
     step.
 
-    A room is free again after the D of its stage; the lowest free one is taken.
-
-    Raises:
-        ScheduleError: a gradient is made in several runs of its stage, whose rooms others have in
-            between.
+    A room is free again after the D of its stage; the lowest free one is taken.  The table is one
+    of `with_rooms`.
     """
+    if _gathers_once(schedule):
+        return None
+    assert not _reduced_late(schedule).size, "`with_rooms` has reduced each run"
     table = schedule.encoded
     gather, gradient = (runs_of(table, what) for what in Sharded)
     is_gather = table.of_kinds(gatherers(Sharded.PARAMETERS))
-    held = np.bincount(table.device[is_gather], minlength=table.num_devices)
-    if (held <= [len(stages) for stages in schedule.placement.stages_of]).all():
-        return None
-    late = np.flatnonzero((gradient.end >= 0) & (gather.end >= 0) & (gradient.end > gather.end))
-    if late.size:
-        action, x = table.text(late[0]), table.text(gradient.end[late[0]])
-        raise ScheduleError(
-            f"the gradient of {action} is reduced by {x}, after its stage has been dropped and its "
-            "room given away; reduce after each run, as jaxpipe.add_gathers(..., "
-            "reduce=jaxpipe.transforms.Reduce.EACH_RUN) does"
-        )
     room = np.zeros(table.num_actions, np.int64)
     begin = np.where(gather.begin >= 0, gather.begin, gradient.begin).tolist()
     for first, stop in pairwise(table.first):

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
-from ..errors import PipelineError
+from ..errors import Count, PipelineError, misfit
 from ..table.effects import Offload
 
 T = TypeVar("T")
@@ -270,7 +270,12 @@ class Sharding:
         data: mesh axes over which the batch's rows are spread.  Gradients are reduced over them
             once a step.
         fsdp: a mesh axis, one of `data`, over which parameters, gradients and optimizer state are
-            split too.  Parameters are gathered once a step.
+            split too.
+        max_active: the most stages of which a device has the whole parameters, and the whole
+            gradient, at a time: a stage is gathered for each run of its actions, and its gradient
+            reduced after it (`jaxpipe.add_gathers`).  None, or at least as many as a device has:
+            parameters are gathered once, at the begin of a step, and gradients reduced at its end.
+            A table that has U, D and X of its own keeps them.
         specs: PartitionSpecs of tensor parallelism, for axes left to the partitioner, without the
             axis of stages (or layers): a tree like the canonical parameters (or one for all of a
             list of stages).  One spec may stand for a subtree; a leaf without a spec is whole.
@@ -298,6 +303,7 @@ class Sharding:
     replicated: str | Sequence[str] = ()
     outer: bool = False
     local: str | Sequence[str] = ()
+    max_active: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("data", "replicated", "local"):
@@ -338,6 +344,13 @@ class Sharding:
             for name in names
             if name not in (None, *data)
         ]
+        if self.max_active is not None:
+            faults += [odd] if (odd := misfit("max_active", self.max_active, Count)) else []
+            if self.fsdp is None:
+                faults.append(
+                    "max_active= needs fsdp=, the axis over which parameters are gathered; give "
+                    "it, or leave max_active out"
+                )
         faults += [
             f"local={name!r}, but no spec splits a parameter over {name!r}; name it in specs=, or "
             "take it out of local="

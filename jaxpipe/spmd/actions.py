@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs.entry import Destination, Slot
 from ..jaxprs.slots import InSlots, run_in_slots
-from ..program.ir import Record
+from ..program.ir import NOBODY, Record
 from ..program.segments import NESTED, BlockUse, Presence
 from ..stage.code import INPUTS, RESIDUALS, Signature, signature
 from ..table.effects import TOGETHER, Access, By, Effect, Place, by_function
@@ -35,7 +35,7 @@ from .block import (
     without_weak_types,
     write,
 )
-from .gathers import in_room
+from .gathers import in_room, one_of
 from .pools import InPool, put, taken, unfilled
 from .step import DeviceStep, Operand
 
@@ -115,8 +115,29 @@ class DeviceAction:
     def _keys(self, effects: Iterable[Effect], *, reads: bool) -> set[Key]:
         """The keys of what these effects read, or write."""
         places = {e.place for e in effects if (e.access is Access.READ) is reads}
+        own = self._states if Place.STAGE_STATE in places else ()
         slots = {Key(p, slot) for p in places & {*TOGETHER} for slot in self.slots}
-        return slots | {self._key(p) for p in places if not (self.slots and p in TOGETHER)}
+        rest = places - {Place.STAGE_STATE, *(TOGETHER if self.slots else ())}
+        return {*own} | slots | {self._key(p) for p in rest}
+
+    @property
+    def _states(self) -> list[Key]:
+        """The keys of the state that it may use: that of its chunk, or of all chunks that a room
+        holds in turn.
+        """
+        chunks = {self.use.block.chunk}
+        if self.step.rooms:
+            every, kinds = self.step.program.schedule.placement, self.step.code.kind_of
+            rows = map(enumerate, every.stages_of)
+            chunks = {v for row in rows for v, s in row if kinds[s] == self.stage_kind}
+        return [Key(Place.STAGE_STATE, v) for v in sorted(chunks)]
+
+    @property
+    def _chunk(self) -> Scalar:
+        """The chunk of its stage."""
+        table = self.step.program.schedule.placement
+        numbers = [table.chunk_of(s, held[0]) for s, held in enumerate(table.devices_of)]
+        return jnp.array(numbers)[self.row.stage]
 
     def _block(
         self,
@@ -271,7 +292,8 @@ class DeviceAction:
         reads = (e for e in self.effects[by] if e.access is Access.READ and e.place is place)
         effect = next(reads, None)
         if effect is not None and place is Place.STAGE_STATE:
-            return taken(self._operand(by).state_places, state[self._key(place)])
+            own = {key.number: state[key] for key in self._states}
+            return taken(self._operand(by).state_places, one_of(own, self._chunk))
         if effect is None:
             return empty(self._operand(by).code.avals[place]) if by is By.STAGE else []
         held = self._in_pool(effect, state)
@@ -338,6 +360,12 @@ class DeviceAction:
     ) -> State:
         """The state with what an effect writes, where a flag holds."""
         place, row, key = effect.place, self.row, self._key(effect.place)
+        if place is Place.STAGE_STATE:
+            for key in self._states:
+                old = {NOBODY: state[key]} if self.step.rooms else {}
+                new = put(self._operand(effect.by).state_places, state[key], values)
+                state = state | {key: one_of(old | {key.number: new}, self._chunk)}
+            return state
         operand, old = self._operand(effect.by), state[key]
         after: Any
         if place in operand.gradients:
@@ -348,8 +376,6 @@ class DeviceAction:
             after = add_at(old, row.microbatch, _or_zeros(where, loss))
         elif place is Place.AUX:
             after = write(old, row.microbatch, [_or_zeros(where, leaf) for leaf in values])
-        elif place is Place.STAGE_STATE:
-            after = put(operand.state_places, old, values)
         elif place in _SENT:
             avals = operand.code.avals[place]
             after = without_weak_types(self.step.buffers[_SENT[place]].put(old, avals, values))

@@ -8,7 +8,7 @@ its own.  Along the fsdp axis all devices do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
+from ..model.replaced import ADDED
 from ..program.ir import NOBODY, TickRecord
 from ..program.segments import Presence
+from ..storage.plan import LeafPlan
 from ..table.effects import EFFECTS, By, Place
 from ..table.kinds import Kind
 from .block import BlockCode, Key, State, run_where, zeros
@@ -32,11 +34,11 @@ def empty_rooms(step: DeviceStep) -> State:
     """
     state: State = {}
     for room in range(step.program.num_rooms):
-        shapes = jax.eval_shape(partial(_room, step, room), jax.tree.leaves(step.whole[0]))
+        shapes = jax.eval_shape(partial(_room, step, room), step.whole[room])
         found = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), shapes)
         state[Key(Place.PARAMETERS, room)] = found
     for v, chunk in enumerate(step.chunks if state and step.setup.training else ()):
-        state[Key(Place.REDUCED, v)] = step.totals(chunk, step.plans_of(v))
+        state[Key(Place.REDUCED, v)] = step.totals(step.room.parts(chunk), step.plans_of(0))
     return state
 
 
@@ -50,6 +52,20 @@ def in_room(step: DeviceStep, operand: Operand, room: int, kind: int, state: Sta
     """The operand of a kind of stage with the parameters that a room holds."""
     leaves, hoisted = state[Key(Place.PARAMETERS, room)]
     return operand.filled(leaves, step.shared, hoisted[kind])
+
+
+def one_of(chunks: Mapping[int, Leaves], number: Scalar) -> Leaves:
+    """The leaves of the chunk of this number, or else of the first; None for a leaf that none
+    has.  One that this chunk does not have has any value.
+    """
+    (_, found), *others = chunks.items()
+
+    def either(own: Any, other: Any, *, is_own: Flag) -> Any:
+        return other if own is None else own if other is None else jnp.where(is_own, own, other)
+
+    for chunk, leaves in others:
+        found = list(map(partial(either, is_own=number == chunk), leaves, found))
+    return found
 
 
 class RoomWork(NamedTuple):
@@ -115,14 +131,11 @@ def _gather(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
 
     def run(state: State) -> State:
         with jax.named_scope("gather"):
-            first, *others = chunks
-            parts = jax.tree.leaves(step.chunks[first])
-            for chunk in others:
-                own = jax.tree.leaves(step.chunks[chunk])
-                parts = [jnp.where(number == chunk, *pair) for pair in zip(own, parts, strict=True)]
-            plans = step.plans_of(first)
-            whole = [plan.gather(part) for plan, part in zip(plans, parts, strict=True)]
-            return state | {Key(Place.PARAMETERS, room): _room(step, room, whole)}
+            key, parts = Key(Place.PARAMETERS, room), step.room.parts
+            found = one_of({chunk: parts(step.chunks[chunk]) for chunk in chunks}, number)
+            triples = zip(step.plans_of(0), found, state[key][0], strict=True)
+            whole = [old if part is None else plan.gather(part) for plan, part, old in triples]
+            return state | {key: _room(step, room, whole)}
 
     return _block(step, Kind.U, room, chunks, run)
 
@@ -135,36 +148,43 @@ def _reduce(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
 
     def run(state: State) -> State:
         with jax.named_scope("reduce"):
-            pairs = zip(state[own], step.plans_of(chunks[0]), strict=True)
-            axes = step.setup.data_axes
+            plans, reduced = step.plans_of(0), [Key(Place.REDUCED, chunk) for chunk in chunks]
+            split = zip(*(state[key] for key in reduced), strict=True)
             parts = [
-                None if part is None else plan.scatter(stacked(part), axes) for part, plan in pairs
+                None
+                if all(part is None for part in into)
+                else plan.scatter(stacked(total), step.setup.data_axes)
+                for plan, total, into in zip(plans, state[own], split, strict=True)
             ]
-            state = state | {own: list(map(_emptied, state[own], parts))}
-            for chunk in chunks:
-                key = Key(Place.REDUCED, chunk)
-                add = partial(_added, key, parts)
+            state = state | {own: list(map(_emptied, plans, state[own], parts))}
+            for key in reduced:
+                add = partial(_added, key, plans, parts)
                 presence = Presence.SOMETIMES if len(chunks) > 1 else Presence.ALWAYS
                 block = BlockCode(set(), {key}, add, step.everywhere)
-                state = run_where(presence, number == chunk, block, state)
+                state = run_where(presence, number == key.number, block, state)
             return state
 
     return _block(step, Kind.X, room, chunks, run)
 
 
-def _emptied(total: Any, part: Any) -> Any:
-    """Zeros in the place of an accumulator, once its reduction has ended: if XLA could write them
-    before, it would reduce a copy.
+def _emptied(plan: LeafPlan, total: Any, part: Any) -> Any:
+    """An empty accumulator, once its reduction has ended: if XLA could write it before, it would
+    reduce a copy.
     """
     if part is None:
-        return None
+        return total
+    if plan.replaced:
+        return plan.replaced.empty(total.shape, total.dtype)
     sign = jnp.signbit(jnp.real(part.ravel()[:1]).sum()).astype(jnp.int32)
     zero = jnp.minimum(sign, 0)  # XLA does not know that it is
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, zero.astype(leaf.dtype)), total)
 
 
-def _added(key: Key, parts: Leaves, state: State) -> State:
-    return state | {key: jax.tree.map(jnp.add, state[key], parts)}
+def _added(key: Key, plans: Sequence[LeafPlan], parts: Leaves, state: State) -> State:
+    def one(total: Any, plan: LeafPlan, part: Any) -> Any:
+        return None if total is None else (plan.replaced or ADDED).joined(total, part)
+
+    return state | {key: list(map(one, state[key], plans, parts))}
 
 
 def _block(

@@ -41,7 +41,8 @@ from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
 from ..storage.chunks import Chunks
-from ..storage.plan import LeafPlan, gather, leaf_plans, reduce_gradients, trained, with_frozen
+from ..storage.plan import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..storage.room import RoomLeaves, whole_leaves
 from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, By, Place
 from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
@@ -177,17 +178,18 @@ class DeviceStep:
         self.packing = Packing(buffers)
         self.everywhere, self.blocking = everywhere, setup.target.on_cpus
         self.chunks = self.whole = with_replicas(setup, inputs.owned)
-        rooms, plans = range(program.num_rooms), setup.plans["stages"]
-        if rooms:
-            self.whole = [jax.eval_shape(partial(gather, plans=plans[0]), v) for v in self.chunks]
+        self.rooms, self.room = range(program.num_rooms), RoomLeaves.of(self.chunks)
+        if self.rooms:
+            whole = whole_leaves(self.chunks, self.plans_of(0))
+            self.whole = [whole for _ in self.rooms]
         self.operands: dict[tuple[By, int, int], Operand] = {}
         shared = self._outer_gradients("shared")
         for held in setup.layout.placement.stages_of:
             for chunk, stage in enumerate(held):
-                for key in product((By.STAGE,), rooms or (chunk,), (code.kind_of[stage],)):
+                for key in product((By.STAGE,), self.rooms or (chunk,), (code.kind_of[stage],)):
                     if key not in self.operands:
                         self.operands[key] = self._operand(chunk, stage, shared)
-        self.apart = [self._apart(chunk) for chunk in rooms or range(len(self.chunks))]
+        self.apart = [self._apart(chunk) for chunk in self.rooms or range(len(self.chunks))]
         for name, end in (("first", code.first), ("last", code.last)):
             if end is not None:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
@@ -228,11 +230,14 @@ class DeviceStep:
     def _operand(self, chunk: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
         layout, plans, kept = self.setup.layout, self.plans_of(chunk), self.inputs.kept
         code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.setup.target.on_tpus
-        places = code.places(layout.held(stage, self.whole).places)
+        names, of_state = None, None
+        if self.rooms:
+            names, of_state = self.room.names, kept and RoomLeaves.of(kept).names
+        places = code.places(layout.held(stage, self.chunks, names).places)
         own = Gradients.of(plans, places, splits=on_tpus)
-        state = layout.held(stage, kept).places if kept else ()
+        state = layout.held(stage, kept, of_state).places if kept else ()
         found = Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
-        if self.program.num_rooms:
+        if self.rooms:
             return found
         return found.filled(jax.tree.leaves(self.chunks[chunk]), self.shared)
 
@@ -251,9 +256,11 @@ class DeviceStep:
         return stacks_of_layers([place for each in own for place in each.places])
 
     def plans_of(self, chunk: int) -> list[Any]:
-        """The plans of a chunk's parameters.  A chunk that another device owns is like the last
-        one.
+        """The plans of a chunk's parameters, or of those in a room.  A chunk that another device
+        owns is like the last one.
         """
+        if self.rooms:
+            return list(RoomLeaves.of(self.setup.plans["stages"]).arrays.values())
         plans = self.setup.plans["stages"]
         return leaf_plans(plans[min(chunk, len(plans) - 1)])
 
@@ -276,7 +283,8 @@ class DeviceStep:
             Key(Place.AUX): [] if last is None else empty(last.avals[Place.AUX], microbatches),
         }
         for v in range(len(self.chunks)):
-            own = jax.tree.leaves(kept[v]) if kept else []
+            of = RoomLeaves.of(kept if self.rooms else kept[v : v + 1]) if kept else None
+            own = [] if of is None else of.parts(kept[v])
             state[of_chunk(Place.STAGE_STATE, v)] = own
         for place, buffer in self.buffers.items():
             size = getattr(slots, place.value)
@@ -289,25 +297,26 @@ class DeviceStep:
         if not setup.training:
             return state
         for v, apart in enumerate(self.apart):
-            totals = self.totals(self.whole[v], self.plans_of(v), apart)
+            totals = self.totals(jax.tree.leaves(self.whole[v]), self.plans_of(v), apart)
             state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
         for key, place in GRADIENTS_OF.items():
             plans = leaf_plans(setup.plans[key])
-            state[Key(place)] = self.totals(getattr(self.inputs, key), plans)
+            outer = jax.tree.leaves(getattr(self.inputs, key))
+            state[Key(place)] = self.totals(outer, plans)
         return state | {
             Key(Place.SENT_DX): empty(self.buffers[Place.COTANGENT].avals),
             Key(Place.HOST): self.packing.empty(slots.host),
         }
 
     def totals(
-        self, tree: PyTree, plans: Sequence[LeafPlan], apart: Set[int] = frozenset()
+        self, leaves: Leaves, plans: Sequence[LeafPlan], apart: Set[int] = frozenset()
     ) -> Leaves:
-        """Empty accumulators; None for what is frozen, and of what is `apart` one for each
-        layer.
+        """Empty accumulators; None for what is frozen or not there, and of what is `apart` one for
+        each layer.
         """
 
         def total(number: int, leaf: Any, plan: LeafPlan) -> Any:
-            if plan.frozen:
+            if plan.frozen or leaf is None:
                 return None
             dtype = accumulator_dtype(leaf.dtype, self.setup.accumulate)
             if plan.replaced:
@@ -318,7 +327,7 @@ class DeviceStep:
             rows = range(leaf.shape[0])
             return tuple(of_layer.constrain(jnp.zeros(leaf.shape[1:], dtype)) for _ in rows)
 
-        return list(map(total, count(), jax.tree.leaves(tree), plans))
+        return list(map(total, count(), leaves, plans))
 
 
 def with_replicas(setup: Setup, owned: Sequence[PyTree]) -> list[PyTree]:
@@ -387,16 +396,15 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         scale = None  # the backwards began with it
     results |= scaled_loss(results, step.inputs.scale)
     trees = map(jax.tree.structure, step.inputs.kept)
-    held = list(map(jax.tree.unflatten, trees, chunks_of(state, Place.STAGE_STATE)))
+    states = map(_present, chunks_of(state, Place.STAGE_STATE))
+    held = list(map(jax.tree.unflatten, trees, states))
     merged = jax.tree.map(lambda leaf: merged_state(setup, leaf, setup.data_axes)[None], held)
     results["state"] = Chunks(merged, setup.layout) if held else ()
     if not setup.training:
         return results, {}
     rooms = bool(step.program.num_rooms)
     chunks = chunks_of(state, Place.REDUCED if rooms else Place.STAGE_GRADIENTS)
-    owned = return_replicas(
-        setup, [[stacked(total) for total in chunk if total is not None] for chunk in chunks]
-    )
+    owned = return_replicas(setup, [list(map(stacked, _present(chunk))) for chunk in chunks])
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
         """The sums of gradients, and the next values of leaves that are replaced; None for frozen
@@ -427,9 +435,14 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         stages.append(jax.tree.map(lambda leaf: leaf[None], grads))
     found = {"stages": params["stages"].like(stages)}
     for key in OUTER:
-        sums = [total for total in state[Key(GRADIENTS_OF[key])] if total is not None]
+        sums = _present(state[Key(GRADIENTS_OF[key])])
         found[key] = finished(sums, plans[key], params[key], everyone)
     return results, found
+
+
+def _present(leaves: Leaves) -> Leaves:
+    """Those that are there."""
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def stacked(total: Any) -> Any:

@@ -21,7 +21,7 @@ from ..model.layers import OUTER, LayerMap, owned_stages
 from ..table.placement import Placement
 from .packed import Packed, masked
 from .padding import Padding
-from .table import ALONE, Places, Storing, TreeForm, chunk_layout
+from .table import ALONE, Places, Storing, TreeForm, chunk_layouts
 
 
 class Chunks(tuple[PyTree, ...]):
@@ -74,12 +74,25 @@ def owner_faults(stages: Any, layout: ParamLayout, what: str, again: str) -> lis
             "or what was made of it by jax.tree.map"
         ]
     if replace(stages.layout, padding=()) != layout:
-        back = "canonical" if again == "place" else "canonical_state"
         return [
-            f"{what} are placed for {stages.layout}, but this schedule has {layout}; bring them "
-            f"over: new.{again}(old.{back}(...)), with the pipeline that placed them as `old`"
+            f"{what} are placed for {stages.layout}, but this schedule has {layout}; "
+            f"{again_by(again)}"
         ]
     return []
+
+
+def again_by(place: str) -> str:
+    """How values that another pipeline placed come to this one."""
+    back = "canonical" if place == "place" else "canonical_state"
+    return (
+        f"bring them over: new.{place}(old.{back}(...)), with the pipeline that placed them as "
+        "`old`"
+    )
+
+
+def arrays_of(chunk: PyTree) -> dict[str, Any]:
+    """The arrays of a chunk by name, in the order of its leaves."""
+    return chunk.leaves if isinstance(chunk, Packed) else by_path(chunk)
 
 
 class StageLeaves(NamedTuple):
@@ -221,17 +234,12 @@ class ParamLayout:
         """A tree for each stage -> placed ones (see `place_stages`)."""
         if not self.unlike:
             return self.place_stages(stacked(trees), how)
-        found = []
-        for v in range(self.num_owned):
-            numbers = self.stage_at(v)
-            chunk = [None if s < 0 else trees[s] for s in numbers]
-            layout = (
-                how[v].layout
-                if isinstance(how, Chunks)
-                else chunk_layout(chunk, numbers, how, layered=self.is_layered)
-            )
-            found.append(Packed.of(chunk, layout))
-        return how.like(found) if isinstance(how, Chunks) else Chunks(found, self)
+        numbers = list(map(self.stage_at, range(self.num_owned)))
+        chunks = [[None if s < 0 else trees[s] for s in own] for own in numbers]
+        if isinstance(how, Chunks):
+            return how.like(Packed.of(c, own.layout) for c, own in zip(chunks, how, strict=True))
+        layouts = chunk_layouts(chunks, numbers, how, layered=self.is_layered)
+        return Chunks(map(Packed.of, chunks, layouts), self)
 
     def canonical_stages(self, placed: tuple[PyTree, ...], *, axis: int = 0) -> PyTree:
         """The inverse of `place_stages`."""
@@ -251,19 +259,18 @@ class ParamLayout:
             return placed[v].stage(device)
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def held(self, stage: int, chunks: Sequence[PyTree]) -> StageLeaves:
+    def held(
+        self, stage: int, chunks: Sequence[PyTree], names: Sequence[str] | None = None
+    ) -> StageLeaves:
         """A stage's leaves in trees like owned chunks, on one device (without the axis of
-        devices).
+        devices); their places are among the arrays of these names, if not of the chunk's.
         """
         v, device = self.where(stage)
-        chunk, leaves = chunks[v], jax.tree.leaves(chunks[v])
-        if isinstance(chunk, Packed):
-            form: TreeForm = chunk.layout.forms[device]
-            places = form.places(chunk.layout.names, pinned=chunk.layout.pinned)
-        else:
-            form = TreeForm.of(chunk)
-            places = form.places([row.array for row in form.rows])
-        return StageLeaves(form, places, [leaves[place.at] for place in places])
+        chunk, arrays = chunks[v], arrays_of(chunks[v])
+        packed = isinstance(chunk, Packed)
+        form: TreeForm = chunk.layout.forms[device] if packed else TreeForm.of(chunk)
+        places = form.places(names or list(arrays), pinned=packed and chunk.layout.pinned)
+        return StageLeaves(form, places, [arrays[row.array] for row in form.rows])
 
     def faults(self, stages: PyTree) -> list[str]:
         """Faults of the canonical parameters, or state, of the stages."""

@@ -49,6 +49,7 @@ class Partition:
     cuts: Cuts  # parameters that are cut over the pipe axis, for functions that are spread
     frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
     replaced: Replacements = NOTHING_REPLACED
+    alike: bool = False  # see `Storing`
 
     @property
     def axis(self) -> str:
@@ -233,7 +234,7 @@ class Partition:
         """How parameters, or other leaves of this kind, are stored on this mesh."""
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
-        return Storing(kept or self.kept, multiple, bool(self.auto_axes))
+        return Storing(kept or self.kept, multiple, bool(self.auto_axes), self.alike)
 
     @property
     def auto_axes(self) -> tuple[str, ...]:
@@ -297,19 +298,3 @@ class Partition:
         return dict(
             jax.tree.map(lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), plans)
         )
-
-
-def gather_faults(stages: Chunks, plans: PyTree, *, state: bool) -> list[str]:
-    """Why the stages of these placed parameters cannot be gathered several times a step."""
-    shapes = {
-        (jax.tree.structure(chunk), *(leaf.shape for leaf in jax.tree.leaves(chunk)))
-        for chunk in stages
-    }
-    what = {
-        "the chunks of a device store unlike parameters": len(shapes) > 1,
-        "stages take `state`": state,
-        "parameters of stages are replaced": any(plan.replaced for plan in leaf_plans(plans)),
-    }
-    out = "gather them once a step: jaxpipe.add_gathers without max_active="
-    gathers = "the table gathers stages more than once a step"
-    return [f"{gathers}, but {why}; {out}" for why, holds in what.items() if holds]

@@ -29,7 +29,7 @@ from .follow import Follow, Followers, is_params, shardings
 from .packed import Packed, on_own_stages
 from .padding import Padding, by_parameter, padded_to
 from .partition import Partition
-from .table import ChunkLayout, is_missing
+from .table import ChunkLayout, Storing, is_missing
 
 
 class Placer:
@@ -265,11 +265,11 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> dict[str, PyT
 
 
 def _placed_state(partition: Partition, state: PyTree) -> PyTree:
-    return partition.layout.place_stages(state)
+    return partition.layout.place_stages(state, Storing(alike=partition.alike))
 
 
 def _placed_trees(partition: Partition, trees: Sequence[PyTree]) -> PyTree:
-    return partition.layout.place_trees(trees)
+    return partition.layout.place_trees(trees, Storing(alike=partition.alike))
 
 
 def _placed(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import batched, chain
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -105,6 +106,7 @@ class Storing(NamedTuple):
     kept: Callable[[Parameter, Any], BufferKey] = lambda _parameter, _dtype: BufferKey()
     multiple: int = 1  # of which a buffer's size is, as an axis splits it
     pinned: bool = False  # there are axes that the partitioner may split over
+    alike: bool = False  # a stage is stored alike in every chunk, so that one room takes them all
 
 
 ALONE = Storing()
@@ -253,18 +255,25 @@ def is_missing(node: PyTree) -> bool:
     return not jax.tree.leaves(node)
 
 
-def chunk_layout(
-    stages: Sequence[PyTree | None], numbers: Sequence[int], how: Storing, *, layered: bool = False
-) -> ChunkLayout:
-    """The layout of one chunk: its stages by device (arrays or shapes), and their numbers in the
+def chunk_layouts(
+    chunks: Sequence[Sequence[PyTree | None]],
+    numbers: Sequence[Sequence[int]],
+    how: Storing,
+    *,
+    layered: bool = False,
+) -> list[ChunkLayout]:
+    """The layout of each chunk: its stages by device (arrays or shapes), and their numbers in the
     model.
 
     Leaves of one group and dtype that are split over the same axes may be in one buffer.  Where
     stages give one path leaves that may not be together, as one of them is frozen or of another
     dtype, these have names of their own.
     """
+    if not how.alike and len(chunks) > 1:
+        pairs = zip(chunks, numbers, strict=True)
+        return [chunk_layouts([c], [n], how, layered=layered)[0] for c, n in pairs]
     forms, kinds = [], []
-    for stage, number in zip(stages, numbers, strict=True):
+    for stage, number in zip(chain(*chunks), chain(*numbers), strict=True):
         form, dtypes = TreeForm.of(stage), [jax.typeof(a).dtype for a in jax.tree.leaves(stage)]
         kept = list(map(how.kept, form.parameters(number, layered=layered), dtypes))
         rows = (
@@ -281,7 +290,8 @@ def chunk_layout(
     }
     buffers = dict(_buffers(named, found, how.multiple))
     forms = [_in_buffers(form, buffers) for form in named]
-    return ChunkLayout(tuple(forms), tuple(dict.fromkeys(buffers.values())), how.pinned)
+    every = tuple(dict.fromkeys(buffers.values()))
+    return [ChunkLayout(own, every, how.pinned) for own in batched(forms, len(chunks[0]))]
 
 
 def _named(forms: Sequence[TreeForm], kinds: Sequence[Sequence[Any]]) -> tuple[TreeForm, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..errors import Count, ScheduleError, quoted, typed
 from ..table.kinds import KINDS, Action, Cell, Kind, Sharded, parts
@@ -68,19 +68,34 @@ def add_gathers(
     if max_active is not None and max_active < needed:
         has = "the table has pairs of two stages" if needed > 1 else "an action needs its stage"
         raise ScheduleError(f"max_active={quoted(max_active)} must be {needed} or more: {has}")
-    return numbered(schedule.with_rows([_gathered(row, max_active, ahead, reduce) for row in rows]))
+    gathered = (_gathered(row, max_active, ahead) for row in rows)
+    return numbered(schedule.with_rows([_reduced(row, reduce) for row in gathered]))
 
 
-def _needs(cell: Cell, whole: Sharded = Sharded.PARAMETERS) -> tuple[int, ...]:
+def reduce_each_run(schedule: Schedule) -> Schedule:
+    """The table with U and D in which each gradient is reduced at the end of each run of its
+    stage.
+
+    >>> import jaxpipe as jp
+    >>> s = jp.Schedule.from_csv("0UNSHARD,0F0,0B0,0RESHARD,0UNSHARD,0F1,0B1,0REDUCE_GRAD,0RESHARD")
+    >>> print(*reduce_each_run(s).rows[0])
+    0U0 0F0 0B0 0X0 0D0 0U1 0F1 0B1 0X1 0D1
+    """
+    rows = [
+        [cell for cell in row if all(each.kind is not Kind.X for each in parts(cell))]
+        for row in schedule.rows
+    ]
+    return numbered(schedule.with_rows([_reduced(row, Reduce.EACH_RUN) for row in rows]))
+
+
+def _needs(cell: Cell | None, whole: Sharded = Sharded.PARAMETERS) -> tuple[int, ...]:
     """The stages of which a cell needs the parameters, or makes the gradient."""
     stages = (action.stage for action in parts(cell) if whole in KINDS[action.kind].uses)
     return tuple(dict.fromkeys(stages))
 
 
-def _gathered(
-    row: Sequence[Cell], max_active: int | None, ahead: int | None, reduce: Reduce
-) -> list[Cell]:
-    """One row with its U, D and X."""
+def _gathered(row: Sequence[Cell], max_active: int | None, ahead: int | None) -> list[Cell]:
+    """One row with its U and D."""
     uses: dict[int, deque[int]] = {}
     for place, cell in enumerate(row):
         for stage in _needs(cell):
@@ -115,13 +130,11 @@ def _gathered(
             held[stage] = place + 1
         for stage in [stage for stage in held if not uses[stage]]:
             drop(stage)
-    reductions = _reductions(row, drops if reduce is Reduce.EACH_RUN else {})
     found: list[Cell] = []
     for place, cell in enumerate([*row, None]):
         found += _actions(Kind.D, drops[place])
         found += _actions(Kind.U, gathers[place])
         found += [cell] if cell is not None else []
-        found += _actions(Kind.X, reductions[place])
     return found
 
 
@@ -129,18 +142,15 @@ def _actions(kind: Kind, stages: Sequence[int]) -> list[Cell]:
     return [Action(stage, kind, UNNUMBERED) for stage in stages]
 
 
-def _reductions(
-    row: Sequence[Cell], drops: Mapping[int, Sequence[int]]
-) -> defaultdict[int, list[int]]:
-    """By place of a cell, the stages whose gradients are reduced after it: where a drop, or the end
-    of the row, follows the last B or W.
-    """
-    found, made = defaultdict[int, list[int]](list), dict[int, int]()
+def _reduced(row: Sequence[Cell | None], reduce: Reduce) -> list[Cell | None]:
+    """A row with X: after the last B or W of a stage, or of each of its runs."""
+    reductions, made = defaultdict[int, list[int]](list), dict[int, int]()
     for place, cell in enumerate(row):
-        for stage in drops.get(place, ()):
-            if stage in made:
-                found[made.pop(stage)].append(stage)
+        dropped = [each.stage for each in parts(cell) if each.kind is Kind.D and each.stage in made]
+        for stage in dropped if reduce is Reduce.EACH_RUN else ():
+            reductions[made.pop(stage)].append(stage)
         made |= dict.fromkeys(_needs(cell, Sharded.GRADIENT), place)
     for stage, place in made.items():
-        found[place].append(stage)
-    return found
+        reductions[place].append(stage)
+    after = (_actions(Kind.X, reductions[place]) for place in range(len(row)))
+    return [each for cell, own in zip(row, after, strict=True) for each in (cell, *own)]

@@ -190,48 +190,110 @@ def stages_of(*functions: Any) -> tuple[jp.Model, Any]:
     return model, params | {"stages": stages}
 
 
-@pytest.mark.slow
-def test_unlike_stages_whose_chunks_are_stored_alike() -> None:
-    model, params = stages_of(stage, square, stage, square)
-    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+ROOM = jp.Sharding(data="data", fsdp="data", max_active=1)
+PLAIN = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
+
+
+def same_as_plain(model: jp.Model, params: Any, sharding: jp.Sharding = ROOM) -> jp.Pipeline:
+    """The pipeline of these stages in one room, whose numbers are those of plain JAX."""
+    pipe = jp.Pipeline(model, PLAIN, mesh(), sharding=sharding)
+    assert rooms_of(pipe.schedule).count == 1
     loss, grads = pipe.value_and_grad(pipe.place(params), batch(M))
     wanted_loss, wanted = jax.value_and_grad(model.loss)(params, batch(M))
     assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
     assert worst_error(like_truth(pipe.canonical(grads)), like_truth(wanted)) <= FLOAT64
+    return pipe
 
 
-REPLACED = jp.Model(stage, first=first, last=last, replaced={"gain": jp.Replaced.MAX})
+def test_stages_that_chunks_have_unlike() -> None:
+    """One chunk has other arrays than the other one, and the room has those of both."""
+    same_as_plain(*stages_of(stage, stage, square, square))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "functions",
+    [(stage, square, stage, square), (stage, square, square, square)],
+    ids=["in a chunk", "in one chunk"],
+)
+def test_stages_that_a_chunk_has_unlike(functions: Any) -> None:
+    same_as_plain(*stages_of(*functions))
+
+
+def test_parameters_that_chunks_store_otherwise_are_refused() -> None:
+    model, params = stages_of(stage, square, square, square)
+    once = jp.Pipeline(model, PLAIN, mesh(), sharding=SHARDED)
+    pipe = jp.Pipeline(model, PLAIN, mesh(), sharding=ROOM)
+    with pytest.raises(jp.PipelineError, match=r"store them alike.*new\.place\(old\.canonical"):
+        pipe.value_and_grad(once.place(params), batch(M))
+    # those of the other one are stored in more arrays than it needs
+    loss, _ = once.value_and_grad(pipe.place(params), batch(M))
+    wanted = model.loss(params, batch(M))
+    assert abs(loss - wanted) <= FLOAT64 * abs(wanted)
+
+
+@pytest.mark.parametrize("rule", [jp.Replaced.MAX, slow(jp.Replaced.LAST), slow(jp.Replaced.MEAN)])
+def test_replaced_parameters_keep_their_values_between_runs(rule: jp.Replaced) -> None:
+    model = jp.Model(stage, first=first, last=last, replaced={"gain": rule})
+    found = []
+    for sharding in (SHARDED, ROOM):
+        pipe = jp.Pipeline(model, PLAIN, mesh(), sharding=sharding)
+        loss, grads = pipe.value_and_grad(pipe.place(canonical(4)), batch(M))
+        found.append((loss, like_truth(pipe.canonical(grads))))
+    assert abs(found[0][0] - found[1][0]) <= FLOAT64 * abs(found[0][0])
+    assert worst_error(found[1][1], found[0][1]) <= FLOAT64
+
+
+def test_state_stays_with_its_chunk() -> None:
+    def counting(params: Any, x: Any, *, state: Any) -> Any:
+        return stage(params, x), {"seen": state["seen"] + 1, "sum": state["sum"] + jnp.sum(x)}
+
+    model = jp.Model(counting, first=first, last=last)
+    begin, found = {"seen": np.arange(4.0), "sum": np.zeros(4)}, []
+    for sharding in (SHARDED, ROOM):
+        pipe = jp.Pipeline(model, PLAIN, mesh(), sharding=sharding)
+        given = pipe.place(canonical(4)), batch(M)
+        (loss, state), grads = pipe.value_and_grad(*given, state=pipe.place_state(begin))
+        found.append((loss, pipe.canonical_state(state), like_truth(pipe.canonical(grads))))
+    (loss, once, grads), (other, often, more) = found
+    assert abs(loss - other) <= FLOAT64 * abs(loss)
+    np.testing.assert_array_equal(often["seen"], np.arange(4.0) + M)
+    np.testing.assert_allclose(often["sum"], once["sum"], rtol=FLOAT64)
+    assert worst_error(more, grads) <= FLOAT64
+
+
+def test_a_gradient_is_reduced_after_each_run() -> None:
+    """Where the table reduces it once, after its room has been given away."""
+    once = jp.add_gathers(PLAIN, max_active=1)
+    pipe = jp.Pipeline(MODEL, once, mesh(), sharding=SHARDED)
+    assert pipe.schedule == gathered(PLAIN, 1) != once
+    check(pipe)
+
+
+def test_max_active_puts_gathers_in() -> None:
+    pipe = jp.Pipeline(MODEL, PLAIN, mesh(), sharding=ROOM)
+    assert pipe.schedule == gathered(PLAIN, 1)
+    # as many as a device has are gathered once a step
+    both = jp.Sharding(data="data", fsdp="data", max_active=2)
+    assert jp.Pipeline(MODEL, PLAIN, mesh(), sharding=both).schedule == PLAIN
+    # a table with gathers of its own keeps them
+    own = table("interleaved_1f1b", 3, 2)
+    assert jp.Pipeline(MODEL, own, mesh(), sharding=ROOM).schedule == own
+    pairs = jp.schedules.build("dualpipev", devices=2, microbatches=M)
+    with pytest.raises(jp.ScheduleError, match="max_active=1 must be 2 or more"):
+        jp.Pipeline(MODEL, pairs, mesh(), sharding=ROOM)
 
 
 @pytest.mark.parametrize(
-    ("model", "params", "why"),
+    ("options", "why"),
     [
-        (*stages_of(stage, stage, square, square), "store unlike parameters"),
-        (REPLACED, canonical(4), "are replaced"),
+        ({"fsdp": "data", "max_active": 0}, "max_active must be a whole number of at least 1"),
+        ({"max_active": 1}, "max_active= needs fsdp="),
     ],
-    ids=["unlike", "replaced"],
 )
-def test_what_cannot_be_gathered_twice_is_refused(model: jp.Model, params: Any, why: str) -> None:
-    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
-    with pytest.raises(jp.PipelineError, match=f"{why}; gather them once a step"):
-        pipe.value_and_grad(pipe.place(params), batch(M))
-
-
-def test_stages_with_state_are_refused() -> None:
-    def counting(params: Any, x: Any, *, state: Any) -> Any:
-        return stage(params, x), {"seen": state["seen"] + 1}
-
-    model = jp.Model(counting, first=first, last=last)
-    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
-    state = pipe.place_state({"seen": np.zeros(4)})
-    with pytest.raises(jp.PipelineError, match="stages take `state`; gather them once a step"):
-        pipe.value_and_grad(pipe.place(canonical(4)), batch(M), state=state)
-
-
-def test_a_gradient_of_several_runs_needs_a_reduction_after_each() -> None:
-    plain = jp.schedules.build("interleaved_1f1b", devices=2, microbatches=M, chunks=2)
-    with pytest.raises(jp.ScheduleError, match=r"Reduce\.EACH_RUN"):
-        jp.Pipeline(MODEL, jp.add_gathers(plain, max_active=1), mesh(), sharding=SHARDED)
+def test_a_max_active_that_cannot_be(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(jp.PipelineError, match=why):
+        jp.Pipeline(MODEL, PLAIN, mesh(), sharding=jp.Sharding(data="data", **options))
 
 
 @pytest.mark.slow
@@ -249,12 +311,14 @@ def test_what_combines_with_gathers(options: dict[str, Any]) -> None:
     check(jp.Pipeline(MODEL, schedule, mesh(), sharding=SHARDED, **options))
 
 
-@pytest.mark.slow
-def test_layers_of_letters() -> None:
-    model = jp.Model({"E": first, "t": stage, "L": last}, layers="Et*8L")
-    params = canonical(8)
+@pytest.mark.parametrize(
+    ("layers", "layout"), [slow("Et*8L", None), ("Et*7L", "Et|tt|tt|ttL")], ids=["even", "uneven"]
+)
+def test_layers_of_letters(layers: str, layout: str | None) -> None:
+    model = jp.Model({"E": first, "t": stage, "L": last}, layers=layers)
+    params = canonical(int(layers[3]))
     params["stages"] = {"t": params["stages"]}
-    pipe = jp.Pipeline(model, table("interleaved_1f1b", 2, 1), mesh(), sharding=SHARDED)
+    pipe = jp.Pipeline(model, PLAIN, mesh(), layout=layout, sharding=ROOM)
     loss, grads = pipe.value_and_grad(pipe.place(params), batch(M))
     wanted_loss, wanted = jax.value_and_grad(model.loss)(params, batch(M))
     assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)

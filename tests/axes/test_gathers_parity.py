@@ -4,6 +4,7 @@ JAX and of torch_ref.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,8 @@ def test_spread_ends_and_shared_parameters(name: str, outer: bool) -> None:
     sharding = jp.Sharding(data="data", fsdp="data", outer=outer)
     schedule = gathered(jp.spread_last(jp.spread_first(plain)), 1)
     pipe = jp.Pipeline(model, schedule, mesh_of(2, data=2), sharding=sharding)
+    own = jp.Pipeline(model, plain, mesh_of(2, data=2), sharding=replace(sharding, max_active=1))
+    assert own.schedule == schedule
     wanted = oracle_value_and_grad(
         params, tokens(), first=embed, stage=shared_layer, last=head, microbatches=1
     )
