@@ -12,6 +12,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
+from jaxpipe.lowering.rooms import rooms_of
 from tests.axes import test_local
 from tests.axes.model import (
     batch,
@@ -70,7 +71,7 @@ def test_spread_ends_and_shared_parameters(name: str, outer: bool) -> None:
     schedule = gathered(jp.spread_last(jp.spread_first(plain)), 1)
     pipe = jp.Pipeline(model, schedule, mesh_of(2, data=2), sharding=sharding)
     own = jp.Pipeline(model, plain, mesh_of(2, data=2), sharding=replace(sharding, max_active=1))
-    assert own.schedule == schedule
+    assert rooms_of(own.schedule).count == 1
     wanted = oracle_value_and_grad(
         params, tokens(), first=embed, stage=shared_layer, last=head, microbatches=1
     )
