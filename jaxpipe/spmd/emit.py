@@ -124,7 +124,7 @@ class TracedStep:
         everywhere = waits and (assumed or self.code.permutes)
         if everywhere and setup.clock is not None:
             raise PipelineError(CANNOT_BE_TIMED)
-        inputs = setup.load(params, *arguments, whole=not program.num_rooms)
+        inputs = setup.load(params, *arguments, whole=False)
         with jax.named_scope("prepare"):
             step = DeviceStep(
                 setup, inputs, self.code, program, self.buffers, everywhere=everywhere

@@ -25,7 +25,7 @@ from ..storage.plan import LeafPlan
 from ..table.effects import EFFECTS, By, Place
 from ..table.kinds import Kind
 from .block import BlockCode, Key, State, run_where, zeros
-from .step import DeviceStep, Operand, stacked
+from .step import DeviceStep, Operand
 
 
 def empty_rooms(step: DeviceStep) -> State:
@@ -43,7 +43,10 @@ def empty_rooms(step: DeviceStep) -> State:
 
 
 def _room(step: DeviceStep, room: int, leaves: Leaves) -> tuple[Leaves, list[Leaves]]:
-    """What a room holds with these parameters: also what is hoisted, by kind of stage."""
+    """What a room holds with these parameters, the layers of stacks apart: also what is hoisted, by
+    kind of stage.
+    """
+    leaves = [tuple(leaf) if n in step.apart[room] else leaf for n, leaf in enumerate(leaves)]
     own = (step.operand(By.STAGE, room, kind) for kind in range(len(step.code.kinds)))
     return leaves, [operand.filled(leaves, step.shared).once for operand in own]
 
@@ -133,8 +136,8 @@ def _gather(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
         with jax.named_scope("gather"):
             key, parts = Key(Place.PARAMETERS, room), step.room.parts
             found = one_of({chunk: parts(step.chunks[chunk]) for chunk in chunks}, number)
-            triples = zip(step.plans_of(0), found, state[key][0], strict=True)
-            whole = [old if part is None else plan.gather(part) for plan, part, old in triples]
+            pairs = zip(step.gathered(room, found), state[key][0], strict=True)
+            whole = [old if new is None else new for new, old in pairs]
             return state | {key: _room(step, room, whole)}
 
     return _block(step, Kind.U, room, chunks, run)
@@ -153,7 +156,7 @@ def _reduce(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
             parts = [
                 None
                 if all(part is None for part in into)
-                else plan.scatter(stacked(total), step.setup.data_axes)
+                else plan.scatter(total, step.setup.data_axes)
                 for plan, total, into in zip(plans, state[own], split, strict=True)
             ]
             state = state | {own: list(map(_emptied, plans, state[own], parts))}

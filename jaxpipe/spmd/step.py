@@ -41,8 +41,16 @@ from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
 from ..storage.chunks import Chunks
-from ..storage.plan import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
-from ..storage.room import RoomLeaves, whole_leaves
+from ..storage.plan import (
+    LeafPlan,
+    leaf_plans,
+    reduce_gradients,
+    stored,
+    trained,
+    whole_shapes,
+    with_frozen,
+)
+from ..storage.room import RoomLeaves
 from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, By, Place
 from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
@@ -92,10 +100,9 @@ class Gradients:
         ) -> Destination | None:
             if rule is not None:
                 return None
-            total = held[place.at]
-            if isinstance(total, tuple) and place.row is not None:
-                return Total(total[place.row], split and PartitionSpec(*split[1:]))
-            kept = _in_place(place, total)
+            kept = _in_place(place, held[place.at])
+            if isinstance(held[place.at], tuple):
+                return Total(kept, split and PartitionSpec(*split[1:]))
             return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
 
         return list(map(target, self.places, self.rules, self.splits))
@@ -142,7 +149,11 @@ class Operand:
 
 
 def _in_place(place: Home, leaf: Any) -> Any:
-    """What is in a place of an array: a value, or a part of it that is not read yet."""
+    """What is in a place of an array: a value, or a part of it that is not read yet.  Layers of a
+    stack may be apart.
+    """
+    if isinstance(leaf, tuple) and place.row is not None:
+        return leaf[place.row]
     if place.flat:
         return Piece(leaf, place.start, place.entry)
     return leaf if place.row is None else StackRow(leaf, place.row)
@@ -155,9 +166,11 @@ class DeviceStep:
     Attributes:
         everywhere: blocks permute, so all devices run each: see `ModelCode.permutes`.
         blocking: whether a permute holds its device's thread until it is over: see `SegmentCode`.
-        chunks: the parameters of the device's stages, with copies of others'; the device's parts
-            of them where the program gathers them into rooms, which its blocks have for chunks.
-        whole: the whole ones, or their shapes.
+        chunks: the device's parts of the parameters of its stages, with copies of others'.
+        rooms: those into which the program gathers them, which its blocks have for chunks; none
+            where the whole parameters are there from the first tick on.
+        room: what each room holds.
+        whole: the shapes of the whole parameters of each chunk, or room.
         apart: by chunk, the leaves whose accumulators are an array for each layer.
         operands: by function, chunk and kind of stage.
         seed: the cotangent of one microbatch's loss.
@@ -177,11 +190,11 @@ class DeviceStep:
         self.program = program
         self.packing = Packing(buffers)
         self.everywhere, self.blocking = everywhere, setup.target.on_cpus
-        self.chunks = self.whole = with_replicas(setup, inputs.owned)
+        self.chunks = with_replicas(setup, inputs.owned)
         self.rooms, self.room = range(program.num_rooms), RoomLeaves.of(self.chunks)
-        if self.rooms:
-            whole = whole_leaves(self.chunks, self.plans_of(0))
-            self.whole = [whole for _ in self.rooms]
+        parts = [list(self.room.arrays.values())] * program.num_rooms
+        parts = parts or list(map(jax.tree.leaves, self.chunks))
+        self.whole = [whole_shapes(own, self.plans_of(v)) for v, own in enumerate(parts)]
         self.operands: dict[tuple[By, int, int], Operand] = {}
         shared = self._outer_gradients("shared")
         for held in setup.layout.placement.stages_of:
@@ -190,6 +203,10 @@ class DeviceStep:
                     if key not in self.operands:
                         self.operands[key] = self._operand(chunk, stage, shared)
         self.apart = [self._apart(chunk) for chunk in self.rooms or range(len(self.chunks))]
+        if not self.rooms:
+            whole = [self.gathered(v, own) for v, own in enumerate(parts)]
+            for (by, v, kind), operand in self.operands.items():
+                self.operands[by, v, kind] = operand.filled(whole[v], self.shared)
         for name, end in (("first", code.first), ("last", code.last)):
             if end is not None:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
@@ -236,10 +253,17 @@ class DeviceStep:
         places = code.places(layout.held(stage, self.chunks, names).places)
         own = Gradients.of(plans, places, splits=on_tpus)
         state = layout.held(stage, kept, of_state).places if kept else ()
-        found = Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
-        if self.rooms:
-            return found
-        return found.filled(jax.tree.leaves(self.chunks[chunk]), self.shared)
+        return Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
+
+    def gathered(self, held: int, parts: Leaves) -> Leaves:
+        """The whole parameters of a chunk, or of a room, from a device's parts; None for those that
+        it does not have.
+        """
+        triples = enumerate(zip(self.plans_of(held), parts, strict=True))
+        return [
+            None if part is None else plan.gather(part, apart=n in self.apart[held])
+            for n, (plan, part) in triples
+        ]
 
     @property
     def shared(self) -> Leaves:
@@ -323,9 +347,8 @@ class DeviceStep:
                 return plan.constrain(plan.replaced.empty(leaf.shape, dtype))
             if number not in apart:
                 return plan.constrain(jnp.zeros(leaf.shape, dtype))
-            of_layer = replace(plan, auto=plan.auto[1:])
             rows = range(leaf.shape[0])
-            return tuple(of_layer.constrain(jnp.zeros(leaf.shape[1:], dtype)) for _ in rows)
+            return tuple(plan.of_layer.constrain(jnp.zeros(leaf.shape[1:], dtype)) for _ in rows)
 
         return list(map(total, count(), leaves, plans))
 
@@ -371,7 +394,8 @@ def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
         return owned
     # A device may hold copies in a chunk that others own: count each gradient where its stage is
     # owned.
-    device = lax.axis_index(setup.axis)
+    leaves = [list(map(stored, own)) for own in leaves]
+    owned, device = leaves[: len(owned)], lax.axis_index(setup.axis)
     plans = [trained(own, own) for own in map(leaf_plans, setup.plans["stages"])]
     rules = [[plan.replaced or ADDED for plan in own] for own in plans]
     for v in range(setup.layout.num_owned):
@@ -404,7 +428,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         return results, {}
     rooms = bool(step.program.num_rooms)
     chunks = chunks_of(state, Place.REDUCED if rooms else Place.STAGE_GRADIENTS)
-    owned = return_replicas(setup, [list(map(stacked, _present(chunk))) for chunk in chunks])
+    owned = return_replicas(setup, list(map(_present, chunks)))
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
         """The sums of gradients, and the next values of leaves that are replaced; None for frozen
@@ -443,11 +467,6 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
 def _present(leaves: Leaves) -> Leaves:
     """Those that are there."""
     return [leaf for leaf in leaves if leaf is not None]
-
-
-def stacked(total: Any) -> Any:
-    """An accumulator as the parameter is stored."""
-    return jnp.stack(total) if isinstance(total, tuple) else total
 
 
 def totals(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import Leaves, PyTree
 from ..model.replaced import Replacement
 from ..model.settings import names_of, trimmed
 from .table import BufferKey, Parameter
@@ -64,10 +64,14 @@ class LeafPlan:
         found = {dim: name for name, dim in self.held if name in axes}
         return trimmed(*(found.get(dim) for dim in range(len(self.auto))))
 
-    def gather(self, leaf: Any) -> Any:
-        """The whole parameter of this device's stage."""
+    def gather(self, leaf: Any, *, apart: bool = False) -> Any:
+        """The whole parameter of this device's stage; of a stack, the layers apart, each of which
+        a collective leaves where matmuls read it.
+        """
         if not self.gathers:
             return leaf
+        if apart and all(dim for _, dim in self.gathers):
+            return tuple(map(self.of_layer.gather, leaf))
 
         def gathered(part: Any) -> Any:
             for name, dim in self.gathers:
@@ -79,8 +83,13 @@ class LeafPlan:
     def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
         """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those
         that the parameter is split over.
+
+        The layers of a stack may be apart.  They are summed so, as a whole stack would be a copy.
         """
         held = {name: dim for name, dim in self.gathers if name in reduced}
+        if isinstance(grad, tuple) and held and 0 not in held.values():
+            return jnp.stack([self.of_layer.scatter(layer, reduced) for layer in grad])
+        grad = stored(grad)
         if not held:
             return grad
 
@@ -90,6 +99,14 @@ class LeafPlan:
             return part
 
         return self._on_parts(scattered, grad)
+
+    @property
+    def of_layer(self) -> LeafPlan:
+        """The plan of one layer of a stack, of which every device has all layers."""
+        gathers, held = (
+            tuple((name, dim - 1) for name, dim in dims) for dims in (self.gathers, self.held)
+        )
+        return replace(self, auto=self.auto[1:], gathers=gathers, held=held)
 
     def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
         """Run a collective on each device's part of a leaf that the partitioner splits too.
@@ -135,6 +152,11 @@ class LeafPlan:
         return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
 
 
+def stored(total: Any) -> Any:
+    """An accumulator, or those of the layers of a stack, as the parameter is stored."""
+    return jnp.stack(total) if isinstance(total, tuple) else total
+
+
 def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
     """The leaves that have a gradient."""
     return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
@@ -149,6 +171,11 @@ def with_frozen(values: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
 def gather(tree: PyTree, plans: PyTree) -> PyTree:
     """Whole parameters from their parts."""
     return jax.tree.map(lambda leaf, plan: plan.gather(leaf), tree, plans)
+
+
+def whole_shapes(parts: Leaves, plans: Sequence[LeafPlan]) -> Leaves:
+    """The shapes of whole parameters."""
+    return [jax.eval_shape(p.gather, part) for p, part in zip(plans, parts, strict=True)]
 
 
 def leaf_plans(plans: PyTree) -> list[LeafPlan]:

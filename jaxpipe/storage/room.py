@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from ..arrays import Leaves, PyTree
 from .chunks import again_by, arrays_of
 from .packed import Packed
-from .plan import LeafPlan
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,6 @@ class RoomLeaves:
     def parts(self, chunk: PyTree) -> Leaves:
         """A chunk's own arrays; None for those that it does not have."""
         return list(map(arrays_of(chunk).get, self.names))
-
-
-def whole_leaves(chunks: Sequence[PyTree], plans: Sequence[LeafPlan]) -> Leaves:
-    """The shapes of a room's whole parameters, from chunks of parts."""
-    parts = RoomLeaves.of(chunks).arrays.values()
-    return [jax.eval_shape(p.gather, part) for p, part in zip(plans, parts, strict=True)]
 
 
 def room_faults(stages: tuple[PyTree, ...], what: str, place: str) -> list[str]:
