@@ -27,6 +27,11 @@ from .padding import Padding
 from .plan import LeafPlan, leaf_plans
 from .table import Buffer, BufferKey, Group, Parameter, Storing
 
+_UNFIT = "these parameters do not fit the pipeline"
+_BRING_OVER = (
+    "bring them over with the pipeline that placed them as `old`: new.place(old.canonical(...))"
+)
+
 
 def parts_of(spec: Iterable[Any] | None, mesh: Mesh) -> tuple[Part, ...]:
     """The dims of a value that a spec splits, over more than one device."""
@@ -76,6 +81,7 @@ class Partition:
                 canonical parameters, also specs and expressions of frozen= and replaced= that are
                 for none of these, and trained ones that cannot have a gradient.  All are listed.
         """
+        PipelineError.refuse(_UNFIT, self.cuts.faults(params))
         padding = {own.path: own for own in padding_of(params)}
         found = {key: self._tree(key, tree, padding) for key, tree in params.items()}
         leaves = [*zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)]
@@ -84,7 +90,7 @@ class Partition:
             for key in self._specs
             if key not in params
         ]
-        faults += [fault for (_, leaf), plan in leaves for fault in self._faults(plan, leaf.dtype)]
+        faults += [fault for (_, leaf), plan in leaves for fault in self._faults(plan, leaf)]
         if canonical is not None:
             faults += [*self._unused_specs(canonical), *self.path_faults(found)]
             faults += [
@@ -94,9 +100,7 @@ class Partition:
                 if plan.trained and not jnp.issubdtype(leaf.dtype, jnp.inexact)
             ]
         # chunks whose stages are alike have the same faults
-        PipelineError.refuse(
-            "these parameters do not fit the pipeline", list(dict.fromkeys(faults))
-        )
+        PipelineError.refuse(_UNFIT, list(dict.fromkeys(faults)))
         return found
 
     def sizes(self, plans: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -146,12 +150,12 @@ class Partition:
         shape = jax.ShapeDtypeStruct(own.shape, dtype)
         return self.frozen is not None and bool(self.frozen(own.path, shape))
 
-    def _faults(self, plan: LeafPlan, dtype: Any) -> Iterator[str]:
+    def _faults(self, plan: LeafPlan, leaf: Any) -> Iterator[str]:
         """The faults of the parameters in a leaf, as users want them to be stored."""
         for own, _ in plan.parameters:
             yield from self._spec(own)[1]
             spread = own.path.partition("/")[0] in self.cuts.dims
-            yield from self.replaced.faults(own.path, dtype, frozen=plan.frozen, spread=spread)
+            yield from self.replaced.faults(own.path, leaf.dtype, frozen=plan.frozen, spread=spread)
         first, _ = plan.parameters[0]
         spec, (dim, _) = self._spec(first)[0], plan.cut or (None, 0)
         if dim is not None and spec[dim : dim + 1] not in ((), (None,)):
@@ -159,13 +163,19 @@ class Partition:
                 f"{first.path}: {PartitionSpec(*spec)} splits dim {dim}, which is cut over the "
                 f"pipe axis {self.axis!r}; split another dim"
             )
-        alike = self.kept(first, dtype)
-        if any(self.kept(own, dtype) != (how or alike) for own, how in plan.parameters):
+        wanted = tuple(n + -n % self.cuts.parts * (d == dim) for d, n in enumerate(first.shape))
+        if not plan.stage and leaf.shape != wanted:
+            yield (
+                f"{first.path} of {first.shape} is placed as {leaf.shape}, but this pipeline "
+                f"stores it as {wanted}: where a function is spread over the devices, zeros follow "
+                f"parameters that do not divide, and elsewhere none do; {_BRING_OVER}"
+            )
+        alike = self.kept(first, leaf.dtype)
+        if any(self.kept(own, leaf.dtype) != (how or alike) for own, how in plan.parameters):
             paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in plan.parameters))
             yield (
                 f"one array stores {shorten(paths, 300)}, but frozen=, replaced=, specs= or the "
-                "mesh axes of this pipeline keep it apart; bring them over with the pipeline that "
-                "placed them as `old`: new.place(old.canonical(...))"
+                f"mesh axes of this pipeline keep it apart; {_BRING_OVER}"
             )
 
     def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:

@@ -160,3 +160,41 @@ def test_trees_of_equal_shapes_with_other_padding_are_of_another_structure() -> 
     assert jax.tree.structure(one) != jax.tree.structure(other)
     assert jax.tree.structure(one) == jax.tree.structure(jax.tree.map(jnp.ones_like, one))
     assert [pipe.canonical(tree)["last"]["w"].shape for tree in (one, other)] == [(5, 3), (6, 3)]
+
+
+@pytest.mark.parametrize("spread_to_whole", [True, False])
+def test_a_pipeline_refuses_parameters_with_the_padding_of_another(spread_to_whole: bool) -> None:
+    """Rows of zeros would be parameters of a function that is not spread."""
+    table = jp.schedules.build("gpipe", devices=2, microbatches=2)
+    batch = {"x": draw((4, 3))}
+
+    def pipes(rows: int, **leaves: Any) -> tuple[jp.Pipeline, jp.Pipeline, Any]:
+        models = [jp.Model(narrow, last=last) for last in (jp.spread(squared), whole)]
+        spread, plain = (jp.Pipeline(model, table, mesh_of(2)) for model in models)
+        old, new = (spread, plain) if spread_to_whole else (plain, spread)
+        last = {"w": draw((rows, 3)), **leaves}
+        return new, old, old.place({"stages": {"c": draw((2, 3))}, "last": last})
+
+    def whole(p: Any, x: Any, microbatch: Any) -> Any:
+        return (jnp.sum(x @ p["w"].T) + jnp.sum(p["b"])) ** 2
+
+    new, old, params = pipes(5, b=draw(2))
+    uses = [
+        lambda: new.value_and_grad(params, batch),
+        lambda: new.evaluate(params, batch),
+        lambda: new.loss(params, batch),
+        lambda: new.lower(jax.eval_shape(lambda: params), batch),
+        lambda: new.init(optax.adam(RATE), params),
+    ]
+    for use in uses:
+        with pytest.raises(jp.PipelineError, match=r"last/w of \(5, 3\).*new.place\(old.canonical"):
+            use()
+    brought = new.place(old.canonical(params))
+    found, wanted = (pipe.loss(p, batch) for pipe, p in ((new, brought), (old, params)))
+    assert relative(found, wanted) <= FLOAT64
+    new, _, params = pipes(6, b=draw(2))
+    new.evaluate(params, batch)  # nothing is padded
+    if not spread_to_whole:
+        new, _, params = pipes(5, b=draw(()))
+        with pytest.raises(jp.PipelineError, match=r"last\['b'\] of shape \(\) has no dim 0"):
+            new.evaluate(params, batch)
