@@ -59,7 +59,7 @@ def add_gathers(
     >>> print(*add_gathers(s, max_active=1).rows[0])
     0U0 0F0 0D0 1U0 1F0 1B0 1X0 1D0 0U0 0B0 0X0 0D0
     """
-    refuse_transfers(schedule, "add U, D and X without them, then transfers")
+    refuse_transfers(schedule, "U, D and X go into a table without them")
     check(schedule)
     rows = [[cell for cell in row if cell is not None] for row in schedule.rows]
     if ahead is not None and ahead < 0:

@@ -321,7 +321,7 @@ def _refuse(
 ) -> None:
     """ScheduleError for a table that cannot take an R, and for invalid arguments."""
     check(schedule)
-    refuse_transfers(schedule, "add R first, then transfers")
+    refuse_transfers(schedule, "add R without them, then put them in")
     if schedule.forward_only:
         raise ScheduleError(
             "the table has no backward, so nothing is recomputed; give it B, or I and W, for "

@@ -185,8 +185,13 @@ def test_what_cannot_be_gathered_is_refused():
     with pytest.raises(jp.ScheduleError, match="remove_transfers"):
         jp.add_gathers(jp.add_transfers(TABLES["1f1b"]))
     gathered = jp.add_gathers(TABLES["1f1b"])
-    for transform in (jp.add_gathers, jp.add_recompute, jp.spread_last, jp.spread_first):
-        with pytest.raises(jp.ScheduleError, match="remove_gathers"):
+    for transform, how in (
+        (jp.add_gathers, "U, D and X go into a table without them"),
+        (jp.add_recompute, "add R without them, then put them in"),
+        (jp.spread_last, "spread `last` without them, then put them in"),
+        (jp.spread_first, "spread `first` without them, then put them in"),
+    ):
+        with pytest.raises(jp.ScheduleError, match=f"has U, D or X; {how}.*remove_gathers"):
             transform(gathered)
     with pytest.raises(jp.ScheduleError, match="remove_gathers"):
         jp.merge_backward(gathered, delayed=True)
