@@ -37,7 +37,7 @@ from .equations import (
     reads,
     renamed,
     scan_counts,
-    stacked as stacked_aval,
+    stacked_aval,
     variables,
     with_equations,
 )

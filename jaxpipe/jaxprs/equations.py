@@ -278,7 +278,7 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, tile: Sequence[int]) -> int
     return math.prod(outer) * -(-row // tile[1]) * tile[1] * itemsize
 
 
-def stacked(aval: Any, length: int) -> Any:
+def stacked_aval(aval: Any, length: int) -> Any:
     """The aval of `length` of these, one from each trip of a scan."""
     return jax_core.ShapedArray((length, *aval.shape), aval.dtype)
 
