@@ -18,6 +18,7 @@ from .flat import flatten
 
 # parameters of equations that say where numbers are
 _LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})
+DRAWS = "random_bits"  # the equation that makes random numbers of a key
 
 
 def inputs_of(closed: ClosedJaxpr) -> list[int]:
@@ -94,5 +95,6 @@ def _text(eqn: core.JaxprEqn) -> str:
     shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars)]
     shapes = [shape for shape in shapes if shape]
     params = [(key, str(value)) for key, value in sorted(eqn.params.items()) if key not in _LAYOUT]
-    by_number = len(set(shapes)) < 2 and not any("ax" in key or "dim" in key for key, _ in params)
+    acts = eqn.primitive.name == DRAWS or any("ax" in key or "dim" in key for key, _ in params)
+    by_number = len(set(shapes)) < 2 and not acts
     return f"{eqn.primitive.name} {literals} {params} {'' if by_number else shapes}"

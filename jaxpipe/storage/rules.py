@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, accumulator_dtype, by_path
 from ..errors import PipelineError
-from ..jaxprs.dataflow import Dataflow, any_of
+from ..jaxprs.dataflow import DRAWS, Dataflow, any_of
 from .plan import leaf_plans
 
 # The texts of the equations that matter to one parameter alone, by path.
@@ -30,7 +30,7 @@ def check_rules(
 
     A rule for each number does the same whatever the shape of an array is.  A rule for all
     parameters (clipping by the global norm) reads every number once.  So equations that matter to
-    one parameter alone must be the same.
+    one parameter alone must be the same.  Random numbers for one would change its padding too.
     """
     rules = rules_of(optimizer, placed, own)
     if rules is None:
@@ -44,8 +44,8 @@ def check_rules(
         if rules[0][path] != rules[1][parameter.path]
     }
     PipelineError.refuse(
-        "this optimizer has rules for paths, ranks, shapes or norms of single arrays, and "
-        "placed arrays have others than the model's "
+        "this optimizer has rules for paths, ranks, shapes or norms of single arrays, or draws "
+        "random numbers for them, and placed arrays have others than the model's "
         "own; wrap such rules, with their masks and labels, as jaxpipe.per_layer(pipe, "
         "optimizer), or write "
         "pipe.init(..., as_placed=True) where they are meant for placed arrays",
@@ -84,7 +84,8 @@ def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
     found: dict[str, list[str]] = {path: [] for path in paths}
     for text, reads, writes in graph.nodes:
         alone = any_of(matters_to, writes)
-        if text and alone.bit_count() == 1 and alone & any_of(made_of, reads):
+        is_own = text.startswith(DRAWS) or alone & any_of(made_of, reads)
+        if text and alone.bit_count() == 1 and is_own:
             found[paths[alone.bit_length() - 1]].append(text)
     return found
 

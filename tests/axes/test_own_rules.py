@@ -64,7 +64,6 @@ PLAIN: dict[str, Any] = {
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2
     ),
     "if finite": optax.apply_if_finite(optax.chain(optax.zero_nans(), optax.lion(0.1)), 2),
-    "noise": optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1, momentum=0.9)),
     "prodigy": optax.contrib.prodigy(0.1),
     "with the loss": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau()),
 }
@@ -78,6 +77,7 @@ RULES: dict[str, Any] = {
     "lamb after a clip": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(0.1)),
     "axes": optax.adaptive_grad_clip(1.0),
     "maxima in the state": optax.sm3(0.1),
+    "noise": optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1, momentum=0.9)),
 }
 
 
