@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.extend import core
 from jax.sharding import get_abstract_mesh
@@ -101,8 +100,9 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     other.
 
     Rows are read, stored and stacked by an index that is scanned: XLA:GPU makes no CUDA graph of a
-    loop whose slices follow its counter. Where the partitioner splits values, scan stacks them
-    itself: collectives keep such a loop out of graphs, and XLA reads its own stacks without a copy.
+    loop whose slices follow its counter, as it sees of an index that is a constant too. Where the
+    partitioner splits values, scan stacks them itself: collectives keep such a loop out of graphs,
+    and XLA reads its own stacks without a copy.
     """
     (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
     by_scan = _is_split_further()
@@ -139,11 +139,9 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
             ys.append(new if by_scan else [])
         return after, ys
 
-    count = np.arange(length, dtype=np.int32)
+    count = lax.iota(jnp.int32, length)
     flipped = [loop.params["reverse"] != reverse for loop in loops]
-    rows = [jnp.asarray(count[::-1] if flip else count) for flip in flipped]
-    if len(loops) == 1:
-        rows = [lax.iota(jnp.int32, length)]
+    rows = [lax.rev(count, (0,)) if flip else count for flip in flipped]
     start = [
         TripState(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
     ]

@@ -75,7 +75,6 @@ def in_scope(found: GpuProgram, scope: str, kind: str = "all-to-all") -> list[Co
 
 @needs_gpu_compiler
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="two all-to-alls of an F with a W are beside no matmul")
 def test_a_weight_gradient_hides_the_all_to_alls_of_a_forward() -> None:
     """In ZB-H1, where nothing is paired in the table."""
     found = program("zb_h1", capacity=1.0)
