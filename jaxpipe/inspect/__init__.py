@@ -23,6 +23,7 @@ IMPORTS = (
     "schedules",
     "spmd",
     "stage",
+    "steps",
     "storage",
     "table",
 )

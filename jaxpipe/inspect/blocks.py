@@ -25,6 +25,7 @@ from ..spmd.pools import StageEntries
 from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs, split_entries
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
 from ..stage.model_code import lower, trace
+from ..steps import Call
 from ..storage.plan import leaf_plans, trained
 from ..table.effects import TOGETHER, Place
 from ..table.kinds import Kind
@@ -107,7 +108,8 @@ def traced(
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
     """
-    setup = pipe.trace(params, batch, rng=rng, state=state).setup
+    with pipe._arguments(params, batch, rng, state) as arguments:
+        setup = pipe._steps.prepare(Call.STEP, *arguments).setup
     shapes = setup.shapes(with_outer(params), batch, rng, state, None)
     setup = replace(setup, partition=replace(setup.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.

@@ -15,6 +15,7 @@ import jaxpipe as jp
 from jaxpipe.inspect.blocks import compile_blocks, stage_blocks, traced
 from jaxpipe.lowering.target import Target
 from jaxpipe.measuring import measure_stages
+from jaxpipe.spmd.emit import TracedStep
 from jaxpipe.table.effects import Place
 from tests.flat import flat_pipeline
 
@@ -58,6 +59,11 @@ def pipe():
         jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]),
         layout="Etttt|ttL",
     )
+
+
+def test_blocks_need_no_trace_of_the_whole_step(pipe, monkeypatch):
+    monkeypatch.setattr(TracedStep, "run", lambda *_: pytest.fail("the step is traced"))
+    assert traced(pipe, pipe.place(PARAMS), BATCH, None, ()).code.kinds
 
 
 def test_measured_costs_are_seconds_of_each_stage(pipe):
