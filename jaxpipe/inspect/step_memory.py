@@ -24,7 +24,7 @@ from ..model.model import Model
 from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
 from ..planner.candidate import PipelinePlan
-from ..planner.layer_cost import STACKED, Sizes, memory_of
+from ..planner.memory import STACKED, Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.emit import TracedStep

@@ -90,7 +90,7 @@ from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
 from ..lowering.target import ASSUMED, Overheads, Target
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
-from ..planner.layer_cost import Sizes
+from ..planner.memory import Sizes
 from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
 from ..spmd.emit import CANNOT_BE_TIMED, TracedStep

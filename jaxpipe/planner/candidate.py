@@ -25,17 +25,8 @@ from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..table.text import in_columns
 from ..transforms.add_transfers import add_recompute
 from ..transforms.spread import spread_first, spread_last
-from .layer_cost import (
-    FIRST,
-    LAST,
-    Ends,
-    MemoryParts,
-    Remat,
-    Sizes,
-    layer_sizes,
-    least_slots,
-    memory_of,
-)
+from .layer_cost import FIRST, LAST, Ends, Remat
+from .memory import MemoryParts, Sizes, layer_sizes, least_slots, memory_of
 from .request import Choice, Request
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ..prices import read_prices
 from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
-from .layer_cost import MemoryParts
+from .memory import MemoryParts
 from .request import Above0, Choice, Names, Policies, Request, SomeCounts, choices, requests
 
 

@@ -15,7 +15,8 @@ import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner import candidate
-from jaxpipe.planner.layer_cost import Ends, Kept, Remat, balanced, least_slots
+from jaxpipe.planner.layer_cost import Ends, Kept, Remat, balanced
+from jaxpipe.planner.memory import least_slots
 
 T = jp.LayerCost(
     forward=0.010, input_grad=0.011, weight_grad=0.009, parameters=4e8, residuals=1e8, boundary=1e7
