@@ -109,7 +109,9 @@ def memory(
         gathered            whole parameters and accumulators where only parts are given and
                             returned (fsdp, outer, DualPipe's copies)
         hoisted             what is computed from parameters once a step
-        stacked             what results of gradients take besides the accumulators of single layers
+        stacked             what results of gradients take besides the accumulators of single
+                            layers; where stages take turns in being gathered, accumulators of the
+                            parts of all of them
         sent                what is to be sent next, what of it is under way while the next is made,
                             and what arrives beside a block
         raveled             copies of what a pool that unlike stages share holds raveled
@@ -152,13 +154,17 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))
+    stages = params["stages"]
+    stacked = STACKED * _of_layers(step, stages)
+    if program.num_rooms:  # reductions add to them during the step
+        stacked = held_bytes(setup, stages, setup.plans["stages"])["gradients"]
     return Sizes(
         **held_bytes(setup, params, setup.plans),
         batch=_batch_bytes(setup, batch),
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
-        stacked=STACKED * _of_layers(step, params["stages"]),
+        stacked=stacked,
         entry=entry,
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
@@ -310,8 +316,9 @@ def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     trees = [(params[key], setup.plans[key], False) for key in OUTER]
     for chunk in range(step.program.num_rooms or step.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
-        # A chunk that another device owns is a copy.
-        trees.append((stages[held], setup.plans["stages"][held], chunk > held))
+        # A chunk that another device owns is a copy, and so is what a room holds.
+        is_copy = chunk > held or step.program.num_rooms > 0
+        trees.append((stages[held], setup.plans["stages"][held], is_copy))
     found = 0
     for tree, plans, is_copy in trees:
         for leaf, plan in _planned(tree, plans):
