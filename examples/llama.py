@@ -70,6 +70,11 @@ def parser(
         "no W of its own: a delayed W keeps all activations of its layers in memory",
     )
     p.add_argument(
+        "--max-active",
+        type=int,
+        help="stages that a device has whole at once, with --fsdp (all, gathered once a step)",
+    )
+    p.add_argument(
         "--layout",
         help="layers of each stage, as jaxpipe.parse_layout reads them (balanced by what they "
         "cost)",
@@ -152,7 +157,12 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
         schedule,
         mesh,
         layout=layout,
-        sharding=jp.Sharding(data=("data",), fsdp="data" if args.fsdp else None, specs=specs),
+        sharding=jp.Sharding(
+            data=("data",),
+            fsdp="data" if args.fsdp else None,
+            max_active=args.max_active,
+            specs=specs,
+        ),
         memory=jp.Memory(remat="full" if args.remat is Remat.STAGE else None),
     )
     return model, pipe

@@ -348,7 +348,8 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str | None]:
         plans = plan(
             layers,
             costs,
-            **_choices(arguments, "devices", "microbatches", "slices", "search"),
+            **_choices(arguments, "devices", "microbatches", "slices", "search", "fsdp_bandwidth"),
+            fsdp={"data": arguments.fsdp} if arguments.fsdp else None,
             transfer=transfer,
             offload=(None,) if arguments.no_offload else (None, "residuals"),
             most=_PLANS,
@@ -399,7 +400,8 @@ def _from_sizes(arguments: argparse.Namespace) -> _LayerCosts:
     model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise terminal.UsageError(f"--layers must be at least 1, not {arguments.layers}")
-    return f"Et*{arguments.layers},L", model.costs(), model.transfer
+    costs = {c: cost.split(arguments.fsdp or 1) for c, cost in model.costs().items()}
+    return f"Et*{arguments.layers},L", costs, model.transfer
 
 
 def _from_file(name: str) -> _LayerCosts:

@@ -16,6 +16,7 @@ from ..engine.simulate import Timeline, simulate
 from ..errors import PlanError, ScheduleError, is_number, quoted
 from ..layouts.layout import Layout
 from ..lowering.plan import plan_of
+from ..lowering.rooms import rooms_of, with_rooms
 from ..program.ir import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
@@ -26,7 +27,13 @@ from ..table.text import in_columns
 from ..transforms.add_transfers import add_recompute
 from ..transforms.spread import spread_first, spread_last
 from .layer_cost import FIRST, LAST, Ends, Remat
-from .memory import MemoryParts, Sizes, layer_sizes, least_slots, memory_of
+from .memory import (
+    MemoryParts,
+    Sizes,
+    layer_sizes,
+    least_slots,
+    memory_of,
+)
 from .request import Choice, Request
 
 if TYPE_CHECKING:
@@ -44,6 +51,9 @@ class PipelinePlan:
         remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
         policies: letters with the `jax.checkpoint` policies that their layers run under.
         spread: of "E" and "L", those that are spread over all devices (`jaxpipe.spread`).
+        fsdp: the axis of the mesh over which parameters, gradients and optimizer state are split.
+        max_active: the most stages that a device has whole at once (`add_gathers`); None where it
+            gathers all of its stages once a step.
         offload: "residuals" where they wait in the host's memory, as `Memory` takes it.
         mesh: devices along each axis, where the plan was chosen among meshes.
         seconds: of one step, of the lowered program under the planned costs.
@@ -76,13 +86,17 @@ class PipelinePlan:
     data_axes: tuple[str, ...] = field(default=(), compare=False)
     policies: tuple[tuple[str, str], ...] = ()
     spread: str = ""
+    fsdp: str | None = None
+    max_active: int | None = None
     offload: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def timeline(self) -> Timeline:
-        """The table, simulated under the planned costs, for comparison with a run."""
-        return simulate(self.schedule, self.costs)
+        """The table with its gathers, simulated under the planned costs, for comparison with a
+        run.
+        """
+        return simulate(with_rooms(self.schedule, self.max_active), self.costs)
 
     def pipeline(self, model: Model, mesh: Any, **options: Any) -> Pipeline:
         """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
@@ -98,17 +112,18 @@ class PipelinePlan:
         mine: dict[str, Any] = {
             "layout": self.layout,
             "costs": self.costs,
-            "sharding": Sharding(pipe=self.axis, data=self.data_axes),
+            "sharding": Sharding(pipe=self.axis, data=self.data_axes, fsdp=self.fsdp),
             "memory": Memory(remat=self.remat, offload=self.offload),
         }
         if self.policies:
             model = under_policies(model, dict(self.policies))
-        return Pipeline(model, self.schedule, mesh, **mine | options)
+        table = with_rooms(self.schedule, self.max_active)
+        return Pipeline(model, table, mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
         """The plan's fields as values that JSON can hold."""
         own = ("label", "layout", "remat", "spread", "offload", "seconds", "lower_bound", "why")
-        return {name: getattr(self, name) for name in own} | {
+        return {name: getattr(self, name) for name in (*own, "fsdp", "max_active")} | {
             "schedule": self.schedule.name,
             "chunks": self.schedule.num_chunks,
             "placement": list(self.schedule.stage_to_device),
@@ -231,7 +246,15 @@ class Candidate:
             table = spread_last(table, costs=None if request.by_name else costs)
         if FIRST in choice.spread:
             table = spread_first(table, costs=costs)
-        return cls(choice, layout, simulate(table, costs))
+        found = cls(choice, layout, simulate(table, costs))
+        return found if choice.max_active is None else found.gathering(choice.max_active)
+
+    def gathering(self, max_active: int) -> Candidate:
+        """The same with at most so many stages of a device whole at once."""
+        found = replace(self, choice=self.choice._replace(max_active=max_active))
+        if rooms_of(found.gathered.schedule) is None:
+            raise ScheduleError("each stage is used in one run, and gathered once a step")
+        return found
 
     @property
     def request(self) -> Request:
@@ -244,10 +267,30 @@ class Candidate:
         return self.timeline.schedule
 
     @cached_property
+    def gathered(self) -> Timeline:
+        """The table with the gathers and reductions that run beside its actions."""
+        if self.choice.max_active is None:
+            return self.timeline
+        return simulate(with_rooms(self.schedule, self.choice.max_active), self.timeline.costs)
+
+    @cached_property
     def seconds(self) -> float:
-        """Seconds of the step, by the program, or by the table before there is a program."""
+        """Seconds of the step, by the program, or by the table before there is a program.  Programs
+        have no prices of gathers, so these delay a program as they delay its table.
+        """
         found = self.timeline.makespan if self.makespan is None else self.makespan
-        return max(found, self._moving) + self.request.reduction
+        late = self.gathered.makespan - self.timeline.makespan
+        return max(found, self._moving) + late + self.exchanging
+
+    @property
+    def exchanging(self) -> float:
+        """Seconds in which replicas gather parameters and sum gradients beside no action."""
+        if self.choice.max_active:
+            return self.choice.at_ends
+        costs = self.timeline.costs.for_stages(self.schedule.num_stages)
+        each = [sum(pair) for pair in zip(costs.gather, costs.reduce, strict=True)]
+        every = self.schedule.placement.stages_of
+        return self.choice.at_ends + max(sum(each[s] for s in stages) for stages in every)
 
     @property
     def _moving(self) -> float:
@@ -266,7 +309,8 @@ class Candidate:
             self.choice.costs,
             remat=self.choice.remat,
             on_gpus=self.request.target.on_gpus,
-            gathered=self.request.gathered,
+            replicas=self.request.replicas,
+            max_active=self.choice.max_active,
         )
 
     @cached_property
@@ -342,7 +386,8 @@ class Candidate:
     def lowered(self, traced: Traced | None) -> Candidate:
         """The candidate with its program."""
         target, costs = self.request.target, self.timeline.costs
-        lowered = plan_of(self.schedule, costs=costs, overheads=target.overheads)
+        table = self.gathered.schedule
+        lowered = plan_of(table, costs=costs, overheads=target.overheads)
         rows = LastUse.INPUT_GRAD if self.request.slices > 1 else LastUse.NONE
         liveness = Liveness(buffer=rows, buffer_gradient=rows)
         found = replace(
@@ -366,10 +411,10 @@ class Candidate:
         bound = self.choice.seconds  # the work of a device
         if request.slices == 1:
             bound, cap = timeline_bound(self.timeline)
-            bound += request.reduction
+            bound += self.exchanging
         own = self.schedule.certificate
-        if own and own.objective is Objective.MAKESPAN and own.bound + request.reduction > bound:
-            bound, proof = own.bound + request.reduction, own.proof
+        if own and own.objective is Objective.MAKESPAN and own.bound + self.exchanging > bound:
+            bound, proof = own.bound + self.exchanging, own.proof
         return Certificate(Objective.MAKESPAN, self.seconds, bound, proof, cap)
 
     def plan(self) -> PipelinePlan:
@@ -378,10 +423,17 @@ class Candidate:
         whole = stage_seconds(timeline)
         slow, bound = whole.index(max(whole)), certificate.bound
         why = [
-            f"{timeline.bubble:.1%} bubble",
+            f"{self.gathered.bubble:.1%} bubble",
             f"stage {slow} ({self.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms "
             f"a microbatch, the mean is {sum(whole) / len(whole) * 1e3:.3g} ms",
         ]
+        if request.replicas.fsdp:
+            most = self.choice.max_active
+            which = f"max_active {most}" if most else "once a step"
+            seconds = self.exchanging + self.gathered.makespan - timeline.makespan
+            why.append(
+                f"gathers and reductions ({which}) take {seconds * 1e3:.3g} ms beside no action"
+            )
         if bound:
             above = f"at most {certificate.gap:.1%} above the optimum"
             why.append(f"{above} for its layout, remat and memory")
@@ -391,6 +443,8 @@ class Candidate:
             remat=self.choice.remat.value,
             policies=self.choice.policies,
             spread=self.choice.spread,
+            fsdp=request.replicas.axis if request.replicas.fsdp else None,
+            max_active=self.choice.max_active,
             offload=None if self.offload is Offload.NOTHING else self.offload.value,
             mesh=request.mesh,
             seconds=self.seconds,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from ..engine.costs import Costs
 from ..errors import CostError, Fits, is_cost, quoted, set_typed
 from ..layouts.layout import Layout, split_layers
+from .replicas import Replicas
 
 # The letters of `first` and `last`, which run in the blocks of the first and the last stage.
 FIRST, LAST = "E", "L"
@@ -54,6 +55,7 @@ class LayerCost:
         weight_grad: seconds of the gradient of its weights.
         backward: seconds of both in one piece; their sum where it is None.
         parameters: bytes of its parameters, as the device holds them.
+        local: bytes of those of them that no other replica has (experts).
         gradients: bytes of their accumulators; as the parameters where it is None.
         optimizer: bytes of the optimizer's state; twice the gradients, as of Adam, where it is
             None.
@@ -85,6 +87,7 @@ class LayerCost:
     weight_grad: Amount
     backward: Amount | None = None
     parameters: Amount = 0
+    local: Amount = 0
     gradients: Amount | None = None
     optimizer: Amount | None = None
     residuals: Amount = 0
@@ -110,6 +113,21 @@ class LayerCost:
     def gradient_bytes(self) -> float:
         """Bytes of the gradients' accumulators."""
         return self.parameters if self.gradients is None else self.gradients
+
+    @property
+    def common(self) -> float:
+        """The share of its parameters that all replicas have."""
+        return 1 - self.local / self.parameters if self.parameters else 1.0
+
+    @property
+    def common_bytes(self) -> float:
+        """Bytes of those, and of the accumulators of their gradients."""
+        return self.common * (self.parameters + self.gradient_bytes)
+
+    @property
+    def local_bytes(self) -> float:
+        """The same of those that no other replica has."""
+        return (1 - self.common) * (self.parameters + self.gradient_bytes)
 
     @property
     def held_bytes(self) -> float:
@@ -139,12 +157,22 @@ class LayerCost:
         policies = {
             name: Kept(*(value / slices for value in each)) for name, each in self.policies.items()
         }
-        names = _numbers("parameters", "gradients", "optimizer", "hoisted", "rows")
+        names = _numbers("parameters", "local", "gradients", "optimizer", "hoisted", "rows")
         return replace(self.divided(slices, names), policies=policies)
 
     def share(self, devices: int) -> LayerCost:
         """The costs of one device's share of a spread end."""
         return replace(self.divided(devices, _numbers("boundary", "batch")), ends=Ends.SHARE)
+
+    def split(self, replicas: int) -> LayerCost:
+        """The costs of one of some replicas that split all that they have in common."""
+        kept = 1 - self.common * (1 - 1 / replicas)
+        return replace(
+            self,
+            parameters=kept * self.parameters,
+            gradients=kept * self.gradient_bytes,
+            optimizer=kept * self.optimizer_bytes,
+        )
 
     def divided(self, parts: int, names: Sequence[str]) -> LayerCost:
         """The costs of one of some parts that share the named ones equally."""
@@ -167,6 +195,7 @@ def stage_costs(
     remat: Remat,
     transfer: float,
     slices: int = 1,
+    replicas: Replicas = Replicas(),  # noqa: B008  it is frozen
 ) -> Costs:
     """The times of a layout's stages as the lowered program spends them.
 
@@ -174,7 +203,7 @@ def stage_costs(
     the input gradient of the first stage.  A spread `last` or `first` is in no stage: all devices
     do their shares of it.  With `slices`, later ones take longer by their attention, in the
     backward too.  Under full remat the backward, or its half I, begins with the stage's
-    forward.
+    forward.  `first` and `last` are neither gathered nor reduced with a stage.
     """
     again = remat is Remat.FULL
     times: dict[str, Any] = {}
@@ -197,6 +226,8 @@ def stage_costs(
             "weight_grad": total(inner, "weight_grad"),
             "backward": total(inner, "backward_seconds") + gradient + again * run,
         }
+        if replicas.count > 1:
+            found["gather"], found["reduce"] = exchanges(inner, replicas)
         for name, seconds in found.items():
             times[name] = (*times.get(name, ()), seconds)
     if slices > 1:
@@ -207,6 +238,15 @@ def stage_costs(
         rows = [2 * total([costs[c] for c in letters], "rows") for letters in layout.stages]
         times["buffer"] = tuple(rows)
     return Costs(**times, transfer=transfer, unit="seconds")
+
+
+def exchanges(layers: Sequence[LayerCost], replicas: Replicas) -> tuple[float, float]:
+    """Seconds in which replicas gather the parameters of layers, and sum their gradients."""
+    parameters, gradients = (
+        sum(c.common * getattr(c, name) for c in layers)
+        for name in ("parameters", "gradient_bytes")
+    )
+    return replicas.gather(parameters), replicas.reduce(gradients)
 
 
 def balanced(

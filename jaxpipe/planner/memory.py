@@ -15,6 +15,7 @@ from ..program.ir import UNDER_WAY, Slots
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .layer_cost import FIRST, LAST, LayerCost, Remat, spread_letters, total
+from .replicas import Replicas
 
 # Results of gradients are stacked after the last tick.  XLA gives a part of their room to values of
 # the ticks: in three programs of Llama 3 8B's layers the rest was 0.53, 0.40 and 0.37 of it.
@@ -32,7 +33,8 @@ class _Held:
     state: float = 0.0  # the stages' own state, before the step and after it
     gathered: float = 0.0  # whole parameters and accumulators, of those that the mesh splits
     hoisted: float = 0.0  # values that are computed from parameters once a step
-    stacked: float = 0.0  # results of gradients that are made of accumulators of single layers
+    # results of gradients that are made of accumulators of single layers, or of those of parts
+    stacked: float = 0.0
     sent: float = 0.0  # values that are to be sent, are in flight, or arrive during a block
     raveled: float = 0.0  # copies of raveled values of a pool
     work: float = 0.0  # own arrays of the block that needs most
@@ -123,14 +125,15 @@ def layer_sizes(
     *,
     remat: Remat,
     on_gpus: bool = True,
-    gathered: float = 0,
+    replicas: Replicas = Replicas(),  # noqa: B008  it is frozen
+    max_active: int | None = None,
 ) -> Sizes:
     """Sizes on a device by sums of the sizes of layers; pools have the size of the device that
     needs most.
 
     On GPUs gradients are summed over devices in place, and layers have accumulators of their own;
-    on CPU devices neither holds.  `gathered` is the number of devices that split parameters and
-    accumulators (fsdp), or 0.  Each of them has whole copies during the step.
+    on CPU devices neither holds.  Replicas that split parameters and accumulators have whole copies
+    of them during the step: of all stages of a device, or of `max_active`.
     """
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = [letters.strip(FIRST + LAST) for letters in layout.stages]
@@ -144,9 +147,17 @@ def layer_sizes(
     # not include them.
     again = 0.0 if splits or not full else kept
 
-    def held(name: str) -> float:
-        return total(outer, name) + _chunk_bytes(inner, schedule, costs, name)
+    def chunks(name: str) -> list[float]:
+        return _chunk_bytes(inner, schedule, costs, name, alike=max_active is not None)
 
+    def held(name: str, *, most: int | None = None) -> float:
+        return total(outer, name) + sum(chunks(name)[:most])
+
+    gathered = 0.0
+    if replicas.fsdp:
+        gathered = replicas.count * held("common_bytes", most=max_active)
+        # Where stages take turns in the room for them, it has copies of all that they have.
+        gathered += 0.0 if max_active is None else sum(chunks("local_bytes")[:max_active])
     spread = spread_letters(layout.layers, costs)
     residuals = 0.0 if full else kept
     rows = max(total([costs[c] for c in letters], "rows") for letters in layout.stages)
@@ -154,10 +165,10 @@ def layer_sizes(
     return Sizes(
         parameters=held("parameters"),
         gradients=held("gradient_bytes"),
-        gathered=gathered * (held("parameters") + held("gradient_bytes")),
+        gathered=gathered,
         optimizer=held("optimizer_bytes"),
         batch=schedule.num_microbatches * total(outer, "batch"),
-        hoisted=held("hoisted"),
+        hoisted=held("hoisted", most=max_active),
         entry={
             "x": boundary,
             "cotangent": boundary,
@@ -170,7 +181,7 @@ def layer_sizes(
             "buffer": rows,
             "buffer_gradient": rows,
         },
-        stacked=STACKED * on_gpus * _chunk_bytes(inner, schedule, costs, "gradient_bytes"),
+        stacked=(1.0 if max_active else STACKED * on_gpus) * sum(chunks("gradient_bytes")),
         sent=2 * boundary,
         work=max(costs[c].workspace for c in layout.layers) + again,
         summed=0.0 if on_gpus else total(outer, "gradient_bytes"),
@@ -197,16 +208,22 @@ def _slot_bytes(kinds: Sequence[Sequence[float]]) -> float:
 
 
 def _chunk_bytes(
-    inner: Sequence[str], schedule: Schedule, costs: Mapping[str, LayerCost], name: str
-) -> float:
-    """Bytes of a chunk, of parameters for example.  For each kind of layer, a chunk has the room of
-    the device with the most of it.
+    inner: Sequence[str],
+    schedule: Schedule,
+    costs: Mapping[str, LayerCost],
+    name: str,
+    *,
+    alike: bool,
+) -> list[float]:
+    """Bytes of each chunk, of parameters for example.  For each kind of layer, a chunk has the room
+    of the device with the most of it; all chunks have the same where they are stored `alike`.
     """
-    found = 0.0
-    for stages in zip_longest(*schedule.placement.stages_of):
-        counts = [Counter(inner[s]) for s in stages if s is not None]
-        found += sum(
-            max(count[c] for count in counts) * getattr(costs[c], name)
-            for c in set().union(*counts)
-        )
-    return found
+    counts = [Counter(letters) for letters in inner]
+    chunks = [
+        counts if alike else [counts[s] for s in stages if s is not None]
+        for stages in zip_longest(*schedule.placement.stages_of)
+    ]
+    return [
+        sum(max(n[c] for n in own) * getattr(costs[c], name) for c in set().union(*own))
+        for own in chunks
+    ]

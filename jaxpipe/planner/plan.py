@@ -37,6 +37,16 @@ def plan(
     ],
     memory: Above0 | None = None,
     transfer: Annotated[Duration | Mapping[int, Duration], Fits("seconds, 0 or more")] = 0.0,
+    fsdp: Annotated[
+        Mapping[str, Count] | None,
+        Fits(
+            "one axis and its devices, such as {'data': 8}", lambda axes: not axes or len(axes) < 2
+        ),
+    ] = None,
+    fsdp_bandwidth: Above0 = 5e10,
+    max_active: Annotated[
+        Sequence[Count | None], Fits("some of None and whole numbers of at least 1", len)
+    ] = (None, 1, 2, 3),
     schedules: Names | None = None,
     chunks: SomeCounts = (1, 2, 4),
     slices: SomeCounts = (1,),
@@ -77,6 +87,12 @@ def plan(
             with costs of its own.
         memory: bytes that a device has; no limit where it is None.
         transfer: seconds of a hop to another device, where M may vary by its number.
+        fsdp: the data axis over which parameters, gradients and optimizer state are split, with its
+            devices (`Sharding(fsdp=)`); `costs` have the bytes of a device's part.
+        fsdp_bandwidth: bytes a second that a device receives, or sends, along that axis.
+        max_active: stages that a device has whole at once, to choose among (`add_gathers`); None is
+            all of its stages, gathered once a step beside no compute.  Numbers count where the axis
+            is given and a device has more stages.
         schedules: names of `schedules.names()` to choose among; where it is None, those that are
             quick to build and keep parameters once.
         chunks: stages per device to choose among.
@@ -146,6 +162,9 @@ def plan(
         "microbatches": microbatches,
         "memory": memory,
         "transfer": transfer,
+        "fsdp": fsdp,
+        "fsdp_bandwidth": fsdp_bandwidth,
+        "max_active": max_active,
         "schedules": schedules,
         "chunks": chunks,
         "slices": slices,
@@ -228,12 +247,24 @@ class Search:
             if self._late(0.5):
                 self._reject(choice, "not tried: the time was over")
             elif self._passes(choice):
-                try:
-                    self._sort(Candidate.of(choice, choice.layout()))
-                except (ScheduleError, LayoutError) as error:
-                    self._reject(choice, str(error).splitlines()[-1].strip())
+                self._build(choice)
             self._progress(done + 1, len(todo))
         return self._fitting
+
+    def _build(self, choice: Choice) -> None:
+        """Candidates of a choice: gathered once a step, and more often."""
+        try:
+            base = Candidate.of(choice, choice.layout())
+        except (ScheduleError, LayoutError) as error:
+            self._reject(choice, str(error).splitlines()[-1].strip())
+            return
+        if None in choice.request.max_active:
+            self._sort(base)
+        for most in choice.rooms:
+            try:
+                self._sort(base.gathering(most))
+            except ScheduleError as error:
+                self._reject(choice._replace(max_active=most), str(error).splitlines()[-1].strip())
 
     def _passes(self, choice: Choice) -> bool:
         """Whether a choice may fit and be among the best; else it is rejected."""
@@ -389,6 +420,10 @@ def _parts(memory: MemoryParts) -> dict[str, tuple[float, str]]:
         "residuals": (pools["residual_weight"], "remat='full', or offload='residuals'"),
         "stash": (pools["stash"], "whole backwards (1f1b, interleaved_1f1b)"),
         "stage inputs and cotangents": (boundaries, less),
+        "whole stages": (
+            memory.gathered,
+            "more chunks, fewer of them whole at a time (max_active)",
+        ),
         "workspace": (memory.work, f"a `last` that is spread, or {less}"),
         "the batch": (memory.batch + memory.hoisted, less),
         "sums of the gradients of first and last": (memory.summed, less),

@@ -15,14 +15,15 @@ from ..errors import Count, PlanError, quoted, typed
 from ..lowering.target import PricesByKind, Target
 from ..prices import read_prices
 from .candidate import PipelinePlan, Plans, Rejected, gib
-from .layer_cost import FIRST, LAST, Ends, device_work
+from .layer_cost import FIRST, LAST, Ends, device_work, exchanges
 from .plan import Search
+from .replicas import Replicas
 from .request import SCHEDULES, Above0, Policies, Request, SomeCounts, allowed_remat
 from .transformer import HOST, Transformer
 
 _SHAPES = 3  # meshes whose tables are built
 _ROWS = (1, 2, 4)  # rows of a microbatch
-_SPLIT = ("parameters", "gradients", "optimizer")  # what replicas split under fsdp
+_MAX_ACTIVE = (None, 1, 2, 3)
 
 
 def decoders() -> dict[str, dict[str, int]]:
@@ -141,7 +142,11 @@ def _promise(request: Request) -> tuple[float, float]:
     layer, ends = request.costs["t"], [request.costs[c] for c in (FIRST, LAST)]
     count = len(request.layers) - len(ends)
     parts = [*ends, *[layer] * -(-count // request.devices)]
-    held = sum(c.held_bytes + request.gathered * (c.parameters + c.gradient_bytes) for c in parts)
+    fits = [v for v in request.chunks if request.devices * v <= len(request.layers)]
+    # at the least, of one of its stages
+    whole = [*ends, *[layer] * -(-count // (request.devices * max(fits, default=1)))]
+    shards = request.replicas.count if request.replicas.fsdp else 0
+    held = sum(c.held_bytes for c in parts) + shards * sum(c.common_bytes for c in whole)
     ways = [layer, *(layer.under(str(name)) for name in request.remat)]
     for cost in sorted(ways, key=lambda cost: cost.backward_seconds):
         kept = count * (cost.residuals + cost.boundary) + cost.stash + ends[1].workspace
@@ -153,7 +158,7 @@ def _promise(request: Request) -> tuple[float, float]:
     work = device_work(request.layers, costs, request.devices, again=False)
     chunks = max(1, min(4, count // request.devices))
     ramp = (request.devices - 1) * work / (2 * chunks)
-    return 0.0, request.microbatches * work + ramp + request.reduction
+    return 0.0, request.microbatches * work + ramp + sum(exchanges(parts, request.replicas))
 
 
 def _meshes(
@@ -187,12 +192,9 @@ def _requests(
     whole, letters = model.costs(), "E" + "t" * layers + "L"
     pipe, data, tensor, rows = mesh.values()
     text, count = f"pipe {pipe} x data {data} x tensor {tensor}", batch // (data * rows)
-    # Replicas sum gradients once a step, and under fsdp gather parameters of half the bytes.
-    # Nothing of it is hidden.
     link = model.tensor_bandwidth if data * tensor <= HOST else model.bandwidth
-    summed = sum(whole[c].gradient_bytes for c in letters) / pipe * (data - 1) / data / link
     for fsdp in (0, 1) if data > 1 else (0,):
-        costs = {c: cost.divided(data if fsdp else 1, _SPLIT) for c, cost in whole.items()}
+        costs = {c: cost.split(data) if fsdp else cost for c, cost in whole.items()}
         yield Request(
             layers=letters,
             costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
@@ -205,8 +207,8 @@ def _requests(
             remat=allowed_remat(remat or None, whole, stages=False),
             data_axes=("data",),
             target=Target(communicates=tensor > 1).measured(prices),
-            reduction=(1.5 if fsdp else 2) * summed,
-            gathered=data if fsdp else 0,
+            replicas=Replicas(count=data, fsdp=bool(fsdp), bandwidth=link),
+            max_active=_MAX_ACTIVE,
             label=(text + (" fsdp" if fsdp else ""), f"M {count}"),
             mesh={**mesh, "fsdp": fsdp},
             by_name=True,
@@ -227,6 +229,7 @@ def command_of(
     flags = [f"--{axis} {mesh[axis]}" for axis in ("pipe", "data", "tensor")]
     flags += ["--sequence"] if mesh["tensor"] > 1 else []
     flags += ["--fsdp"] if mesh["fsdp"] else []
+    flags += [f"--max-active {plan.max_active}"] if plan.max_active else []
     flags += [f"--schedule {table.name}", f"--chunks {table.num_chunks}"]
     flags += [f'--layout "{plan.layout}"', f"--microbatches {table.num_microbatches}"]
     flags += [f"--rows {batch}", f"--context {context}", f"--remat {remat}"]

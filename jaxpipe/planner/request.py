@@ -20,8 +20,10 @@ from .layer_cost import (
     Remat,
     balanced,
     device_work,
+    exchanges,
     stage_costs,
 )
+from .replicas import Replicas
 
 # Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps
 # every stage's parameters twice, and `auto`, which takes longest to build, is hardly ever shorter.
@@ -70,8 +72,9 @@ class Request:
     data_axes: tuple[str, ...] = ()
     target: Target = field(default_factory=Target)
     one_of_many: bool = False  # there are requests for other numbers of microbatches
-    reduction: float = 0.0  # seconds in which replicas sum gradients, outside the table
-    gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
+    replicas: Replicas = field(default_factory=Replicas)
+    # of the stages of a device that are whole at a time; None: all of them, gathered once a step
+    max_active: tuple[int | None, ...] = (None,)
     by_name: bool = False  # only tables that a name builds, for programs that take a name
     label: tuple[str, ...] = ()  # the shape of its mesh
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
@@ -135,7 +138,9 @@ def _request(
     """One request; each microbatch is a slice where there are several of a sequence."""
     devices, mesh, chunks = (arguments[n] for n in ("devices", "mesh", "chunks"))
     axis, data_axes = arguments["axis"], _names(arguments["data_axes"])
-    memory = arguments["memory"]
+    memory, fsdp = arguments["memory"], arguments["fsdp"] or {}
+    data_axes += tuple(name for name in fsdp if name not in data_axes)
+    split_axis, split = next(iter(fsdp.items()), ("data", 1))
     _refuse(
         *(
             f"costs has a key {quoted(c)}; its keys are the letters of layers"
@@ -147,7 +152,8 @@ def _request(
             for c, v in costs.items()
             if not isinstance(v, LayerCost)
         ),
-        *_mesh_faults(mesh, axis, data_axes, devices),
+        *_mesh_faults(mesh, axis, data_axes, {**fsdp, axis: devices}),
+        *_fsdp_faults(fsdp, axis, arguments["max_active"]),
     )
     remat = allowed_remat(arguments["remat"], costs, stages=memory is not None)
     letters = _letters(arguments["model"], costs, devices, min(chunks))
@@ -167,6 +173,10 @@ def _request(
         host_bandwidth=arguments["host_bandwidth"],
         axis=axis,
         data_axes=data_axes,
+        replicas=Replicas(
+            axis=split_axis, count=split, fsdp=split > 1, bandwidth=arguments["fsdp_bandwidth"]
+        ),
+        max_active=tuple(dict.fromkeys(arguments["max_active"])),
         target=target,
         one_of_many=one_of_many,
         slices=slices,
@@ -231,7 +241,9 @@ def _target(mesh: object, own: tuple[str, ...], prices: PricesByKind) -> Target:
     return target.measured(prices) if target.on_gpus and target.prices is None else target
 
 
-def _mesh_faults(mesh: object, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:
+def _mesh_faults(
+    mesh: object, axis: str, data_axes: tuple[str, ...], devices: Mapping[str, int]
+) -> list[str]:
     """Faults of the mesh that a plan's `Pipeline` would refuse too."""
     if mesh is None or isinstance(mesh, RunsOn | Target):
         return []
@@ -247,10 +259,22 @@ def _mesh_faults(mesh: object, axis: str, data_axes: tuple[str, ...], devices: i
         for name in names
         if name not in sizes
     ]
-    own = sizes.get(axis, devices)
-    if own != devices:
+    return faults + [
+        f"{'devices' if name == axis else 'fsdp'} is {count}, but mesh axis {name!r} has "
+        f"{sizes[name]}; write that number"
+        for name, count in devices.items()
+        if sizes.get(name, count) != count
+    ]
+
+
+def _fsdp_faults(fsdp: Mapping[str, int], axis: str, max_active: Sequence[int | None]) -> list[str]:
+    faults = []
+    if axis in fsdp:
+        faults.append(f"fsdp names {axis!r}, the axis of the pipeline; write a data axis")
+    if not fsdp and None not in max_active:
         faults.append(
-            f"devices is {devices}, but mesh axis {axis!r} has {own}; write devices={own}"
+            f"max_active is {tuple(max_active)}, but nothing is split, so nothing is gathered; "
+            "give fsdp={'data': 8}, or leave max_active out"
         )
     return faults
 
@@ -297,13 +321,28 @@ class Choice(NamedTuple):
     spread: str  # the collective ends among "E" and "L"
     costs: Mapping[str, LayerCost]  # of its policies and shares
     cap: int | None = None  # of `auto`, on activations: at first twice as many as 1F1B has
+    max_active: int | None = None
 
     @property
     def seconds(self) -> float:
-        """A lower bound of its tables: a device's work, and the reduction of gradients."""
+        """A lower bound of its tables: a device's work, and what replicas exchange beside none."""
         request, again = self.request, self.remat is Remat.FULL
         work = device_work(request.layers, self.costs, request.devices, again=again)
-        return request.microbatches * work + request.reduction
+        inner = [self.costs[c] for c in request.layers if c not in (FIRST, LAST)]
+        once = 0.0 if self.rooms else sum(exchanges(inner, request.replicas))
+        return request.microbatches * work + self.at_ends + once / request.devices
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """The numbers of stages that may be whole at a time, but all of a device's."""
+        most = self.chunks if self.request.replicas.fsdp else 0
+        return tuple(n for n in self.request.max_active if n is not None and n < most)
+
+    @property
+    def at_ends(self) -> float:
+        """Seconds in which replicas gather `first` and `last`, and sum their gradients."""
+        ends = [self.costs[c] for c in (FIRST, LAST) if c in self.request.layers]
+        return sum(exchanges(ends, self.request.replicas))
 
     @property
     def bytes(self) -> float:
@@ -322,6 +361,7 @@ class Choice(NamedTuple):
             f"M {request.microbatches}": request.one_of_many,
             f"K {request.slices}": request.slices > 1,
             f"spread {self.spread}": self.spread,
+            f"max_active {self.max_active}": self.max_active,
             "remat full": self.remat is Remat.FULL,
             **{f"remat {n}" + (f" of {letters[n]}" if len(names) > 1 else ""): n for n in names},
         }
@@ -344,7 +384,12 @@ class Choice(NamedTuple):
         remat = Remat.STAGES if recomputing else self.remat
         request = self.request
         return stage_costs(
-            layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
+            layout,
+            self.costs,
+            remat=remat,
+            transfer=request.transfer,
+            slices=request.slices,
+            replicas=request.replicas,
         )
 
 

@@ -209,7 +209,7 @@ class Transformer:
                 "dots_with_no_batch_dims_saveable": Kept(kept[1], dots, left[1]),
                 "nothing_saveable": Kept(kept[2], forward, left[2]),
             },
-            **self._held(attention.weights + mlp.weights),
+            **self._held(attention.weights + mlp.weights, self._routed),
         )
 
     @property
@@ -292,6 +292,17 @@ class Transformer:
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,
         )
 
-    def _held(self, weights: float) -> dict[str, Any]:
+    @property
+    def _routed(self) -> float:
+        """Weights of the experts that a device has alone."""
+        own = 3 * self.width * self.experts * self._features / self.expert_devices
+        return own if self.expert_devices > 1 else 0.0
+
+    def _held(self, weights: float, own: float = 0.0) -> dict[str, Any]:
         each = weights / self.tensor
-        return {"parameters": 2 * each, "gradients": 4 * each, "optimizer": 12 * each / self.shards}
+        return {
+            "parameters": 2 * each,
+            "local": 2 * own / self.tensor,
+            "gradients": 4 * each,
+            "optimizer": 12 * each / self.shards,
+        }

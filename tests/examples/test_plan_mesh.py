@@ -7,11 +7,13 @@ import shlex
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.planner.published import decoders, plan_mesh
+from jaxpipe.lowering.rooms import rooms_of
+from jaxpipe.planner.published import command_of, decoders, plan_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -48,6 +50,21 @@ def test_the_command_line_runs_the_best_plan(capsys):
     seconds = [plan["seconds"] for plan in found["plans"]]
     assert seconds == sorted(seconds)
     assert all(max(plan["memory"]) <= 40e9 for plan in found["plans"])
+
+
+def test_the_command_line_gathers_stages_as_the_plan_does():
+    """The example's pipeline has as many rooms."""
+    given = {"gpus": 4, "batch": 16, "context": 2048, "memory": 80e9, "tensor": (1,)}
+    plans = plan_mesh("llama3.2-1b", **given, schedules=("interleaved_1f1b",), chunks=(2,), most=40)
+    best = next(p for p in plans if p.max_active and p.mesh["pipe"] == 2)
+    command = command_of("llama3.2-1b", best, batch=16, context=2048)
+    args = llama.parser().parse_args(shlex.split(command)[2:])
+    assert (args.fsdp, args.max_active) == (True, 1)
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
+    _, pipe = llama.build(args, mesh)
+    assert rooms_of(pipe.schedule).count == 1
+    plain = next(p for p in plans if p.fsdp and not p.max_active)
+    assert "--max-active" not in command_of("llama3.2-1b", plain, batch=16, context=2048)
 
 
 SMALL = ["--gpus", "8", "--batch", "16", "--context", "2048", "--memory", "40GB"]
