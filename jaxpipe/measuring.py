@@ -38,6 +38,7 @@ from .inspect.step_memory import (
     entry_bytes,
     held_bytes,
     hoisted_bytes,
+    own_bytes,
     traced_memory,
 )
 from .jaxprs.equations import count_work, nbytes
@@ -127,9 +128,11 @@ class Measured:
             number = step.code.kind_of[stage]
             code, specs = step.code.kinds[number], step.entries[number].parameters
             entry = entry_bytes(step, number)
+            stored = placed["stages"][stage], plans["stages"][stage]
             found[letter] = replace(
                 self.stage_times(number),
-                **held_bytes(step.setup, placed["stages"][stage], plans["stages"][stage]),
+                **held_bytes(step.setup, *stored),
+                local=own_bytes(step.setup, *stored),
                 residuals=kept(entry),
                 boundary=boundary_bytes(step, number),
                 stash=entry["stash"],

@@ -213,6 +213,13 @@ def held_bytes(setup: Setup, params: PyTree, plans: PyTree) -> dict[str, Any]:
     }
 
 
+def own_bytes(setup: Setup, params: PyTree, plans: PyTree) -> int:
+    """Bytes of one device's parameters that are split over the fsdp axis and never gathered."""
+    fsdp = setup.partition.sharding.fsdp
+    each = _planned(params, plans)
+    return sum(local_bytes(leaf) for leaf, plan in each if fsdp in dict(plan.held))
+
+
 def _sent_bytes(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
     """Bytes of the values to send, twice where a permute is awaited in a later tick, after the next
     value is computed; and what a block with the arrivals during it needs beyond the largest block.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.planner import Plans
@@ -88,3 +88,31 @@ def test_memory_is_that_of_the_program(most: int | None) -> None:
     room = (most or 1) * STAGE
     assert abs(traced["total"] - total) < room
     assert abs(parts.total - parts.optimizer - total) < room
+
+
+def test_experts_of_the_fsdp_axis_are_measured_apart() -> None:
+    """Each device has one of two `own`, which nobody gathers, and half of `up`."""
+    model = jp.Model(
+        {
+            "t": lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["own"][0],
+            "L": lambda w, x, microbatch: jnp.mean(jnp.square(x @ w)),
+        },
+        layers="ttL",
+    )
+    stages = {"up": shapes(2, WIDTH, HIDDEN), "own": shapes(2, 2, HIDDEN, WIDTH)}
+    costs = jp.measure(
+        model,
+        {"stages": {"t": stages}, "last": shapes(WIDTH, WIDTH)},
+        {"x": shapes(ROWS, WIDTH)},
+        mesh=mesh(1),
+        sharding=jp.Sharding(
+            data="data",
+            fsdp="data",
+            local="data",
+            specs={"stages": {"t": {"own": PartitionSpec("data")}}},
+        ),
+        peak=jp.measuring.Peak(flops=1e12, bandwidth=1e30),
+    )
+    assert costs["t"].local == STAGE / 2
+    assert costs["t"].parameters == STAGE / 2 + STAGE / 4
+    assert costs["L"].local == 0
