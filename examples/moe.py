@@ -112,6 +112,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
         data=("data",) if expert is None else ("data", expert),
         local=() if expert is None else expert,
         fsdp=args.fsdp_axis if args.fsdp else None,
+        max_active=args.max_active,
         specs=model.specs(spread_head=args.spread_head),
     )
     pipe = jp.Pipeline(

@@ -27,13 +27,7 @@ from ..table.text import in_columns
 from ..transforms.add_transfers import add_recompute
 from ..transforms.spread import spread_first, spread_last
 from .layer_cost import FIRST, LAST, Ends, Remat
-from .memory import (
-    MemoryParts,
-    Sizes,
-    layer_sizes,
-    least_slots,
-    memory_of,
-)
+from .memory import MemoryParts, Sizes, layer_sizes, least_slots, memory_of
 from .request import Choice, Request
 
 if TYPE_CHECKING:
@@ -279,8 +273,12 @@ class Candidate:
         have no prices of gathers, so these delay a program as they delay its table.
         """
         found = self.timeline.makespan if self.makespan is None else self.makespan
-        late = self.gathered.makespan - self.timeline.makespan
-        return max(found, self._moving) + late + self.exchanging
+        return max(found, self._moving) + self._delay + self.exchanging
+
+    @property
+    def _delay(self) -> float:
+        """Seconds by which gathers and reductions delay the actions of the table."""
+        return self.gathered.makespan - self.timeline.makespan
 
     @property
     def exchanging(self) -> float:
@@ -430,10 +428,8 @@ class Candidate:
         if request.replicas.fsdp:
             most = self.choice.max_active
             which = f"max_active {most}" if most else "once a step"
-            seconds = self.exchanging + self.gathered.makespan - timeline.makespan
-            why.append(
-                f"gathers and reductions ({which}) take {seconds * 1e3:.3g} ms beside no action"
-            )
+            late = (self._delay + self.exchanging) * 1e3
+            why.append(f"gathers and reductions ({which}) take {late:.3g} ms beside no action")
         if bound:
             above = f"at most {certificate.gap:.1%} above the optimum"
             why.append(f"{above} for its layout, remat and memory")
