@@ -1,0 +1,163 @@
+"""What a device holds and how long a step takes, by the stages that are whole at a time, of models
+whose replicas split parameters (fsdp).
+
+    python -m benchmarks.gathers -o benchmarks/results/gathers.txt
+
+Nothing runs on a device: sizes and times are those of the planner.  Shapes:
+
+    Llama 3 405B, 70B   Llama team 2024 (arXiv 2407.21783), table 3
+    DeepSeek-V3         DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; all of its layers have
+                        experts here, and its attention has the weights of queries, keys and values
+                        of one width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import jaxpipe as jp
+from benchmarks.machine import describe
+from benchmarks.output import Command, Result, Row
+from jaxpipe.lowering.target import Target
+from jaxpipe.planner.layer_cost import Ends
+from jaxpipe.planner.transformer import Transformer
+
+GIB = 2**30
+H100 = 989e12 * 0.6  # of the data sheet's peak of dense bf16: what large matmuls reach
+HOST, NETWORK = 3e11, 5e10  # bytes a second of a GPU, each way, within a host and between hosts
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on pipe x fsdp x tensor GPUs."""
+
+    name: str
+    model: Transformer
+    layers: int
+    pipe: int
+    fsdp: int
+    bandwidth: float  # of gathers and reductions
+    chunks: int
+    microbatches: int
+    schedule: str = "interleaved_1f1b"
+    remat: str | None = None
+
+    def plan(self, max_active: int | None) -> jp.planner.PipelinePlan:
+        """The plan with so many stages whole at a time; each end is on one device."""
+        costs = {c: cost.split(self.fsdp) for c, cost in self.model.costs().items()}
+        return jp.plan(
+            f"Et*{self.layers},L",
+            {c: replace(cost, ends=Ends.ONE) for c, cost in costs.items()},
+            devices=self.pipe,
+            microbatches=self.microbatches,
+            transfer=self.model.transfer,
+            fsdp={"data": self.fsdp},
+            fsdp_bandwidth=self.bandwidth,
+            max_active=(max_active,),
+            schedules=self.schedule,
+            chunks=(self.chunks,),
+            remat=(self.remat,),
+            mesh=Target(communicates=self.model.tensor > 1),
+        ).best
+
+    def rows(self) -> Iterator[Row]:
+        """All stages of a device whole at once, and fewer of them."""
+        once = self.plan(None)
+        for most in (None, *range(1, min(4, self.chunks))):
+            plan = self.plan(most)
+            parts, table = plan.parts, plan.timeline.schedule
+            gathers = sum(action.kind is jp.Kind.U for _, _, action in table.actions())
+            own = parts.parameters + parts.gradients + parts.stacked
+            other = parts.total - own - parts.optimizer - parts.gathered
+            sizes = (parts.optimizer, own, parts.gathered, other, parts.total)
+            yield (
+                self.name,
+                f"{self.pipe} x {self.fsdp} x {self.model.tensor:g}",
+                f"{self.schedule}, V {self.chunks}, M {self.microbatches}",
+                self.remat or "-",
+                "once" if most is None else str(most),
+                f"{gathers / self.pipe:g}" if gathers else str(self.chunks),
+                *(f"{size / GIB:.1f}" for size in sizes),
+                f"{plan.seconds:.2f}",
+                f"{plan.seconds / once.seconds:.3f}",
+            )
+
+
+def _llama(width: int, ffn: int, kv_share: float, tensor: int) -> Transformer:
+    return Transformer(
+        width=width,
+        ffn=ffn,
+        kv_share=kv_share,
+        vocab=128256,
+        context=8192,
+        gated=True,
+        tensor=tensor,
+        sequence=tensor > 1,
+        loss_tokens=1024,
+        flops=H100,
+        bandwidth=NETWORK,
+        tensor_bandwidth=HOST,
+    )
+
+
+# Attention has 187 million weights a layer, by its compressed queries, keys and values.
+_V3 = Transformer(
+    width=7168,
+    ffn=2048,
+    shared=2048,
+    experts=256,
+    chosen=8,
+    capacity=1.25,
+    expert_devices=64,
+    q_share=12288 / 7168,
+    kv_share=768 / 7168,
+    vocab=129280,
+    context=4096,
+    loss_tokens=512,
+    flops=H100,
+    bandwidth=NETWORK,
+    tensor_bandwidth=NETWORK,
+)
+LAYER = "nothing_saveable"  # each layer keeps its input alone
+CASES = {
+    # Devices of a layer are on one host, replicas on several.
+    "405b": Case(
+        "Llama 3 405B", _llama(16384, 53248, 1 / 16, 8), 126, 16, 8, NETWORK, 4, 32, remat=LAYER
+    ),
+    "v3": Case("DeepSeek-V3", _V3, 61, 16, 64, NETWORK, 2, 64, remat=LAYER),
+    # Replicas are on one host.
+    "70b": Case("Llama 3 70B", _llama(8192, 28672, 1 / 8, 1), 80, 8, 8, HOST, 5, 16, remat=LAYER),
+}
+
+COLUMNS = (
+    "model  P x fsdp x T  table  remat  max_active  gathers  Adam  parts  whole  other  GiB  "
+    "seconds  vs once"
+)
+NOTES = (
+    "max_active: stages of a device that are whole at a time; once: all of its V stages, gathered "
+    "before the first action and reduced after the last one.",
+    "gathers: of a device, in a step.  GiB of a device; Adam: its state with a master copy, which "
+    "is no part of a step without the optimizer.",
+    "parts: of parameters and gradients, and of the accumulators of reductions.  whole: parameters "
+    "and gradients of the stages that are whole, and of",
+    "embedding and head, which are gathered once.  other: activations, the batch, work space.",
+    "seconds: of the lowered program, with what gathers and reductions delay its table.  They are "
+    "beside actions on a link of their own, at",
+    f"{HOST:.0e} bytes a second within a host and {NETWORK:.0e} between hosts; once, beside none.  "
+    "Matmuls are at 60 % of the data sheet's peak.",
+    "Experts are not gathered; where stages take turns, a room has a copy of a stage's own ones.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Command(__doc__)
+    parser.option("--cases", tuple(CASES), "NAME", f"of {', '.join(CASES)}", choices=tuple(CASES))
+    args = parser.parse_args(argv)
+    rows = [row for name in args.cases for row in CASES[name].rows()]
+    title = "Gathering stages in turn, against gathering all of them once a step"
+    Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
+
+
+if __name__ == "__main__":
+    main()
