@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import jaxpipe as jp
 from benchmarks.machine import describe
@@ -24,6 +25,7 @@ from jaxpipe.planner.layer_cost import Ends
 from jaxpipe.planner.transformer import Transformer
 
 GIB = 2**30
+SCHEDULES = ("interleaved_1f1b", "looped_bfs")
 H100 = 989e12 * 0.6  # of the data sheet's peak of dense bf16: what large matmuls reach
 HOST, NETWORK = 3e11, 5e10  # bytes a second of a GPU, each way, within a host and between hosts
 
@@ -40,10 +42,9 @@ class Case:
     bandwidth: float  # of gathers and reductions
     chunks: int
     microbatches: int
-    schedule: str = "interleaved_1f1b"
     remat: str | None = None
 
-    def plan(self, max_active: int | None) -> jp.planner.PipelinePlan:
+    def plan(self, schedule: str, max_active: int | None) -> jp.planner.PipelinePlan:
         """The plan with so many stages whole at a time; each end is on one device."""
         costs = {c: cost.split(self.fsdp) for c, cost in self.model.costs().items()}
         return jp.plan(
@@ -55,7 +56,7 @@ class Case:
             fsdp={"data": self.fsdp},
             fsdp_bandwidth=self.bandwidth,
             max_active=(max_active,),
-            schedules=self.schedule,
+            schedules=schedule,
             chunks=(self.chunks,),
             remat=(self.remat,),
             mesh=Target(communicates=self.model.tensor > 1),
@@ -63,9 +64,10 @@ class Case:
 
     def rows(self) -> Iterator[Row]:
         """All stages of a device whole at once, and fewer of them."""
-        once = self.plan(None)
-        for most in (None, *range(1, min(4, self.chunks))):
-            plan = self.plan(most)
+        once = self.plan(SCHEDULES[0], None)
+        turns = (None, *range(1, min(4, self.chunks)))
+        for schedule, most in product(SCHEDULES, turns):
+            plan = self.plan(schedule, most)
             parts, table = plan.parts, plan.timeline.schedule
             gathers = sum(action.kind is jp.Kind.U for _, _, action in table.actions())
             own = parts.parameters + parts.gradients + parts.stacked
@@ -74,7 +76,7 @@ class Case:
             yield (
                 self.name,
                 f"{self.pipe} x {self.fsdp} x {self.model.tensor:g}",
-                f"{self.schedule}, V {self.chunks}, M {self.microbatches}",
+                f"{schedule}, V {self.chunks}, M {self.microbatches}",
                 self.remat or "-",
                 "once" if most is None else str(most),
                 f"{gathers / self.pipe:g}" if gathers else str(self.chunks),
@@ -135,6 +137,7 @@ COLUMNS = (
     "seconds  vs once"
 )
 NOTES = (
+    f"vs once: seconds over those of {SCHEDULES[0]} with all stages gathered once.",
     "max_active: stages of a device that are whole at a time; once: all of its V stages, gathered "
     "before the first action and reduced after the last one.",
     "gathers: of a device, in a step.  GiB of a device; Adam: its state with a master copy, which "

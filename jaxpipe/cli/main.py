@@ -17,7 +17,7 @@ from typing import Any
 
 from ..engine.costs import Costs
 from ..errors import JaxpipeError, quoted
-from ..planner.request import SCHEDULES
+from ..planner.request import IN_TURN, SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
 from ..table.encoded import Transfers
@@ -106,7 +106,7 @@ file FILE | a .csv table (torch's form) or a .json one; - is CSV from standard i
 --fsdp N | replicas that split parameters, gradients and optimizer state; a file of costs has those
     of one of them
 --fsdp-bandwidth NUMBER | bytes a second of a device in each direction among them (default: 5e10)
---schedules NAME ... | default: {" ".join(SCHEDULES)}
+--schedules NAME ... | default: {" ".join(SCHEDULES)}, and with --fsdp {IN_TURN}
 -V --chunks V ... | default: 1 2 4
 -K --slices K ... | slices of a sequence; a microbatch is a sequence then (default: 1)
 --remat POLICY ... | none, full, stages, or a policy (default: all; stages with --memory)

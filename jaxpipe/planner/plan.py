@@ -94,7 +94,7 @@ def plan(
             all of its stages, gathered once a step beside no compute.  Numbers count where the axis
             is given and a device has more stages.
         schedules: names of `schedules.names()` to choose among; where it is None, those that are
-            quick to build and keep parameters once.
+            quick to build and keep parameters once, and with `fsdp` looped_bfs.
         chunks: stages per device to choose among.
         slices: slices of a sequence to choose among; a microbatch is then a sequence, and the model
             appends rows (`LayerCost.attention` and `LayerCost.rows` say what that costs).

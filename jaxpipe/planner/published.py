@@ -18,7 +18,7 @@ from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, device_work, exchanges
 from .plan import Search
 from .replicas import Replicas
-from .request import SCHEDULES, Above0, Policies, Request, SomeCounts, allowed_remat
+from .request import IN_TURN, SCHEDULES, Above0, Policies, Request, SomeCounts, allowed_remat
 from .transformer import HOST, Transformer
 
 _SHAPES = 3  # meshes whose tables are built
@@ -202,7 +202,7 @@ def _requests(
             microbatches=count,
             memory=memory,
             transfer=model.transfer,
-            schedules=tuple(schedules or SCHEDULES),
+            schedules=tuple(schedules or (*SCHEDULES, *[IN_TURN] * fsdp)),
             chunks=tuple(chunks) if pipe > 1 else (1,),
             remat=allowed_remat(remat or None, whole, stages=False),
             data_axes=("data",),

@@ -38,6 +38,9 @@ SCHEDULES = (
     "v_min",
     "gpipe",
 )
+# Runs of all microbatches need few gathers, where stages take turns in being whole (Lamy-Poirier
+# 2022, "Breadth-First Pipeline Parallelism").
+IN_TURN = "looped_bfs"
 # The types of arguments of `plan`.
 Above0: TypeAlias = Annotated[float, Fits("a number above 0", lambda n: 0 < n <= MAX_COST)]
 SomeCounts: TypeAlias = Annotated[
@@ -166,7 +169,7 @@ def _request(
         microbatches=microbatches * slices,
         memory=memory,
         transfer=transfer / slices,
-        schedules=_names(arguments["schedules"]) or SCHEDULES,
+        schedules=_names(arguments["schedules"]) or (*SCHEDULES, *[IN_TURN] * (split > 1)),
         chunks=tuple(dict.fromkeys(chunks)),
         remat=remat,
         offloads=memory is not None and "residuals" in arguments["offload"] and target.on_gpus,

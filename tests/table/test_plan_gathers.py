@@ -158,6 +158,19 @@ def test_experts_are_not_gathered():
     assert split.optimizer_bytes == pytest.approx(6 * split.parameters)
 
 
+def test_runs_of_all_microbatches_need_few_gathers():
+    """Where there is no room for two whole stages, one in turn is nearly as fast."""
+    given = {**GIVEN, "schedules": None, "most": 20}
+    every = {(p.schedule.name, p.max_active): p for p in jp.plan("t" * 8, {"t": LAYER}, **given)}
+    looped = every["looped_bfs", 1]
+    best = jp.plan("t" * 8, {"t": LAYER}, **given, memory=max(looped.memory)).best
+    assert (best.schedule.name, best.max_active) == ("looped_bfs", 1)
+    assert best.seconds < every["interleaved_1f1b", None].seconds * 1.03
+    assert every["interleaved_1f1b", 1].seconds > 1.5 * best.seconds
+    without = {**given, "fsdp": None}
+    assert "looped_bfs" not in {p.schedule.name for p in jp.plan("t" * 8, {"t": LAYER}, **without)}
+
+
 def test_pairs_of_both_stages_gather_once():
     given = {**GIVEN, "schedules": ("dualpipev", "zbv", "1f1b"), "chunks": (1, 2)}
     found = jp.plan("t" * 8, {"t": LAYER}, **given)
