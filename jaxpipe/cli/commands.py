@@ -349,7 +349,7 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str | None]:
             layers,
             costs,
             **_choices(arguments, "devices", "microbatches", "slices", "search", "fsdp_bandwidth"),
-            fsdp={"data": arguments.fsdp} if arguments.fsdp else None,
+            fsdp=None if arguments.fsdp is None else {"data": arguments.fsdp},
             transfer=transfer,
             offload=(None,) if arguments.no_offload else (None, "residuals"),
             most=_PLANS,
@@ -400,7 +400,7 @@ def _from_sizes(arguments: argparse.Namespace) -> _LayerCosts:
     model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise terminal.UsageError(f"--layers must be at least 1, not {arguments.layers}")
-    costs = {c: cost.split(arguments.fsdp or 1) for c, cost in model.costs().items()}
+    costs = {c: cost.split(max(1, arguments.fsdp or 1)) for c, cost in model.costs().items()}
     return f"Et*{arguments.layers},L", costs, model.transfer
 
 

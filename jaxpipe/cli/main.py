@@ -101,11 +101,11 @@ file FILE | a .csv table (torch's form) or a .json one; - is CSV from standard i
 -P --devices P | devices along the pipeline
 -M --microbatches M | microbatches of a step
 --memory SIZE | of a device, e.g. 80GB (default: no limit)
--o --output FILE | draw the best plan: a file that ends in .html or .svg
-* choices: what may vary
 --fsdp N | replicas that split parameters, gradients and optimizer state; a file of costs has those
     of one of them
 --fsdp-bandwidth NUMBER | bytes a second of a device in each direction among them (default: 5e10)
+-o --output FILE | draw the best plan: a file that ends in .html or .svg
+* choices: what may vary
 --schedules NAME ... | default: {" ".join(SCHEDULES)}, and with --fsdp {IN_TURN}
 -V --chunks V ... | default: 1 2 4
 -K --slices K ... | slices of a sequence; a microbatch is a sequence then (default: 1)

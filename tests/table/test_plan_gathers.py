@@ -228,3 +228,6 @@ def test_the_command_plans_for_replicas_that_split(capsys):
     assert json.loads(capsys.readouterr().out)["plans"][0]["seconds"] < found[0]["seconds"]
     assert main(["plan", *decoder, *few, "--fsdp", "8"]) == 0
     assert "gathers and reductions (" in capsys.readouterr().out
+    for wrong in ("0", "-1"):
+        assert main(["plan", *decoder, *few, "--fsdp", wrong]) == 2
+        assert "fsdp must be one axis and its devices" in capsys.readouterr().err
