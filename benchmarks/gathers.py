@@ -2,8 +2,10 @@
 whose replicas split parameters (fsdp).
 
     python -m benchmarks.gathers -o benchmarks/results/gathers.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.gathers --compile 70b:2 70b:once -o FILE
 
-Nothing runs on a device: sizes and times are those of the planner.  Shapes:
+Nothing runs on a device: sizes and times are those of the planner; with `--compile` also those of
+steps compiled for described H100s, of dense models.  Shapes:
 
     Llama 3 405B, 70B   Llama team 2024 (arXiv 2407.21783), table 3
     DeepSeek-V3         DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; all of its layers have
@@ -16,13 +18,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from time import perf_counter
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from benchmarks.llama import TENSOR, Model, Shape, batch, layered, layered_specs, parameters
 from benchmarks.machine import describe
-from benchmarks.output import Command, Result, Row
+from benchmarks.output import Command, Result, Row, told, write_all
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.layer_cost import Ends
 from jaxpipe.planner.transformer import Transformer
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB = 2**30
 SCHEDULES = ("interleaved_1f1b", "looped_bfs")
@@ -61,6 +69,51 @@ class Case:
             remat=(self.remat,),
             mesh=Target(communicates=self.model.tensor > 1),
         ).best
+
+    def compiled(self, max_active: int | None) -> Row:
+        """The step of the first schedule as XLA compiles it, beside what `jp.inspect.memory`
+        predicts; attention by blocks of 1,024 queries.
+        """
+        tensor, own = self.model.tensor > 1, self.model
+        plan, names = self.plan(SCHEDULES[0], max_active), ("pipe", "data", TENSOR)
+        heads = own.width // 128
+        sizes = Shape(own.width, heads, 8, 128, own.ffn, own.vocab, self.layers, block=1024)
+        sizes = replace(sizes, time=own.context)
+        used = (self.pipe, self.fsdp, int(own.tensor))[: 2 + tensor]
+        mesh = gpu_mesh(used, names[: len(used)])
+        model = Model(sizes, remat_layer=True, sequence=tensor, tensor=tensor)
+        pipe = jp.Pipeline(
+            model.by_letters(f"Et*{self.layers}L"),
+            plan.schedule,
+            mesh,
+            layout=plan.layout,
+            sharding=jp.Sharding(
+                data="data",
+                fsdp="data",
+                specs=layered_specs() if tensor else None,
+                max_active=max_active,
+            ),
+        )
+        params = pipe.place(jax.eval_shape(layered, parameters(sizes, 1)))
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        rows = batch(replace(sizes, rows=self.fsdp), self.microbatches, split)
+        lowered, begin = pipe.lower(params, rows), perf_counter()
+        found = lowered.compile().memory_analysis()
+        seconds = perf_counter() - begin
+        total = sum(getattr(found, f"{of}_size_in_bytes") for of in ("argument", "output", "temp"))
+        predicted = jp.inspect.memory(pipe, params, rows)["total"]
+        held = plan.parts.total - plan.parts.optimizer
+        return (
+            self.name,
+            f"{self.pipe} x {self.fsdp} x {own.tensor:g}",
+            f"{SCHEDULES[0]}, V {self.chunks}, M {self.microbatches}",
+            "once" if max_active is None else str(max_active),
+            f"{found.temp_size_in_bytes / GIB:.1f}",
+            f"{total / GIB:.1f}",
+            f"{predicted / GIB:.1f}",
+            f"{held / GIB:.1f}",
+            f"{seconds:.0f}",
+        )
 
     def rows(self) -> Iterator[Row]:
         """All stages of a device whole at once, and fewer of them."""
@@ -153,13 +206,31 @@ NOTES = (
 )
 
 
+COMPILED = "model  P x fsdp x T  table  max_active  temp  XLA  predicted  planned  compile"
+COMPILED_NOTES = (
+    "GiB of a device without an optimizer.  XLA: arguments, results and temp of the compiled step; "
+    "predicted: `jaxpipe.inspect.memory`; planned: of the plan.",
+    "compile: seconds, on a loaded machine.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Command(__doc__)
+    parser.add_argument(
+        "--compile", nargs="+", default=[], metavar="NAME:MOST", help="as in 70b:2, 70b:once"
+    )
     parser.option("--cases", tuple(CASES), "NAME", f"of {', '.join(CASES)}", choices=tuple(CASES))
     args = parser.parse_args(argv)
     rows = [row for name in args.cases for row in CASES[name].rows()]
     title = "Gathering stages in turn, against gathering all of them once a step"
-    Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
+    results = [Result(title, describe(), COLUMNS, rows, NOTES)]
+    if args.compile:
+        require_gpu_compiler(parser)
+        pairs = (text.split(":") for text in args.compile)
+        found = told(CASES[k].compiled(None if n == "once" else int(n)) for k, n in pairs)
+        title = "Steps compiled for described H100s"
+        results.append(Result(title, describe(), COMPILED, found, COMPILED_NOTES))
+    write_all(results, args.output)
 
 
 if __name__ == "__main__":
