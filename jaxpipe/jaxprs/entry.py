@@ -335,10 +335,6 @@ class Alone(NamedTuple):
         """The value."""
         return self.pool
 
-    def load_row(self, row: Array) -> Array:
-        """`[row]` of the value."""
-        return lax.dynamic_index_in_dim(self.pool, row, 0, keepdims=False)
-
     def store(self, value: Array) -> Array:
         """The other value."""
         return as_dtype(value, self.pool.dtype)
@@ -483,10 +479,6 @@ class StackRow(NamedTuple):
     def load(self) -> Array:
         """The row."""
         return lax.index_in_dim(self.pool, self.row, 0, keepdims=False)
-
-    def load_row(self, row: Array) -> Array:
-        """`[row]` of the value."""
-        return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
 
     def store(self, value: Array) -> Array:
         """The stack with a value added to the row."""
