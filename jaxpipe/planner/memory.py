@@ -137,8 +137,10 @@ def layer_sizes(
     """
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = [letters.strip(FIRST + LAST) for letters in layout.stages]
-    kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
-    left = _slot_bytes([_kept(letters, costs, "stash") for letters in inner])
+    kept, left = (
+        _slot_bytes([_kept(letters, costs, name, apart=on_gpus) for letters in inner])
+        for name in ("residuals", "stash")
+    )
     outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
     # Every stage takes the output of a layer.
     boundary = max((costs[c].boundary for c in layout.layers if c != LAST), default=0.0)
@@ -188,14 +190,16 @@ def layer_sizes(
     )
 
 
-def _kept(letters: str, costs: Mapping[str, LayerCost], name: str) -> list[float]:
-    """Bytes of the arrays that a stage keeps of one microbatch: its layers' residuals, and in a
-    scan also each layer's input.
+def _kept(letters: str, costs: Mapping[str, LayerCost], name: str, *, apart: bool) -> list[float]:
+    """Bytes of the arrays that a stage keeps of one microbatch: its layers' residuals, or stash,
+    and each layer's input.  Where layers are `apart`, the first one's is the stage's own.
     """
     found = []
-    for letter, run in groupby(letters):  # each a scan
+    for place, (letter, run) in enumerate(groupby(letters)):  # each a scan, if not apart
         own, count = getattr(costs[letter], name), len(list(run))
-        found += [own * count] + ([costs[letter].boundary * count] if count > 1 and own else [])
+        inputs = count - (place == 0) if apart else count * (count > 1)
+        if own or name == "residuals":
+            found += [own * count, costs[letter].boundary * inputs]
     return found
 
 

@@ -102,10 +102,21 @@ def test_memory_is_that_of_the_program():
     held = 4e8 * inner + 2e8 + 2e8
     parts = gpipe.parts
     assert (parts.parameters, parts.gradients, parts.optimizer) == (held, held, 2 * held)
-    # A run of layers is a scan, which keeps what each of them takes besides.
-    assert parts.pools["residual_weight"] == 4 * inner * (1e8 + 1e7)
+    # Each layer keeps what it takes besides; the first one's input is the stage's own.
+    assert parts.pools["residual_weight"] == 4 * (inner * (1e8 + 1e7) - 1e7)
     assert full.parts.pools["residual_weight"] == 0
     assert full.seconds > gpipe.seconds
+
+
+@pytest.mark.parametrize(("mesh", "inputs"), [(RunsOn.GPUS, 3), (RunsOn.CPU_PROCESSES, 4)])
+def test_layers_that_keep_nothing_keep_their_inputs(mesh, inputs):
+    """But for the stage's own, which is another pool's where layers are no scan."""
+    given = {"devices": 2, "microbatches": 4, "schedules": ("gpipe",), "chunks": (1,)}
+    cost = replace(T, residuals=0)
+    for letters in ("t" * 8, "tm" * 4):
+        plan = jp.plan(letters, {"t": cost, "m": cost}, **given, remat=(None,), mesh=mesh).best
+        kept = inputs if letters[0] == letters[1] or mesh is RunsOn.GPUS else 0
+        assert plan.parts.pools["residual_weight"] == 4 * kept * 1e7
 
 
 def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
@@ -294,8 +305,8 @@ def test_residuals_wait_in_the_hosts_memory_where_nothing_else_fits():
     assert best.offload == "residuals"
     assert max(best.memory) <= limit
     slow = jp.plan(MODEL, COSTS, **given, remat=(None,), memory=limit, host_bandwidth=1e9).best
-    # Each microbatch's residuals of three layers, with what the scan takes, travel at that rate.
-    assert slow.seconds == pytest.approx(16 * 3 * (1e8 + 1e7) / 1e9)
+    # Each microbatch's residuals of three layers, with two layers' inputs, travel at that rate.
+    assert slow.seconds == pytest.approx(16 * (3 * 1e8 + 2 * 1e7) / 1e9)
 
 
 def test_a_search_ends_after_its_time_with_what_there_is():
