@@ -109,10 +109,17 @@ def test_layers_are_measured_apart_and_planned():
     assert costs["t"].parameters == costs["t"].gradients == 2 * 4 * WIDTH * WIDTH * 4
     assert costs["t"].boundary == ROWS * WIDTH * 4
     assert costs["t"].residuals >= ROWS * 4 * WIDTH * 4
-    plans = jp.plan(
-        "Et*6,L", costs, devices=2, microbatches=M, chunks=(1,), schedules=("1f1b",), remat=(None,)
-    )
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    plans = jp.plan(
+        "Et*6,L",
+        costs,
+        devices=2,
+        microbatches=M,
+        chunks=(1,),
+        schedules=("1f1b",),
+        remat=(None,),
+        mesh=mesh,  # layers are a scan on CPUs
+    )
     built = plans.best.pipeline(MODEL, mesh)
     # What the plan says of parameters and pools, against the compiled program's own account.
     report = jp.inspect.report(built, built.place(PARAMS), BATCH)
