@@ -104,7 +104,7 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     layers that are computed again, the step takes 2.2 GiB of temporary memory, and 5.0 otherwise.
     """
     (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
-    by_scan = _is_split_further()
+    by_scan = is_split_further()
 
     def trip(states: list[TripState], rows: Arrays) -> tuple[list[TripState], list[Arrays]]:
         # A pool that one loop writes and another reads is carried by the one that writes it.
@@ -176,7 +176,7 @@ def _row_of(scanned: Any, now: Mapping[int, Array], row: Array) -> Array:
     return lax.dynamic_index_in_dim(whole, row, 0, keepdims=False)
 
 
-def _is_split_further() -> bool:
+def is_split_further() -> bool:
     """Whether the mesh has axes that are left to the partitioner."""
     mesh = get_abstract_mesh()
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
@@ -311,7 +311,7 @@ class _LateReads:
 
 def _is_late(var: core.Var, slot: Slot, written: Collection[int]) -> bool:
     """Whether an input is read late: a large one, from a pool that is not written."""
-    return id(slot.pool) not in written and _is_large(var.aval) and not _is_split_further()
+    return id(slot.pool) not in written and _is_large(var.aval) and not is_split_further()
 
 
 def _is_large(array: Any) -> bool:

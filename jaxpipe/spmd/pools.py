@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar, is_key
 from ..jaxprs.entry import Alone, Entry, Slot
+from ..jaxprs.slots import is_split_further
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..storage.table import Home, Places
@@ -201,8 +202,11 @@ class SharedBuffer:
 
 
 def unfilled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array whose values are written before they are read."""
-    if is_key(jax.ShapeDtypeStruct(shape, dtype)):
+    """An array whose values are written before they are read.
+
+    The partitioner does not split an array that nothing fills: each device would have all of it.
+    """
+    if is_key(jax.ShapeDtypeStruct(shape, dtype)) or is_split_further():
         return zeros(shape, dtype)
     return lax.empty(shape, dtype)
 

@@ -1,12 +1,15 @@
-"""The memory of a program that is read is XLA's own figure for one device."""
+"""The memory of a program that is read is XLA's own figure for one device, and a device allocates
+no more than its part."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+import jaxpipe as jp
+from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.inspect.programs import compile_and_read
-from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
+from tests.gpu.programs import gpu_mesh, lower_for_gpu, needs_gpu_compiler
 
 
 @needs_gpu_compiler
@@ -19,3 +22,15 @@ def test_sizes_are_those_of_a_device() -> None:
     # At least one product lies there while the next is made of it.
     assert memory.temp_size_in_bytes >= matrix
     assert program.total_bytes == memory.temp_size_in_bytes + 3 * matrix
+
+
+@needs_gpu_compiler
+def test_each_device_allocates_its_part_of_a_pool() -> None:
+    """The partitioner gives every device all of an array that nothing fills."""
+    case = Case("1f1b", devices=2, microbatches=4, axes=Axes.TENSOR, remat=Remat.NOTHING, layers=1)
+    pipe, params, rows = case.arguments(gpu_mesh)
+    program = compile_and_read(pipe.lower(params, rows))
+    predicted = jp.inspect.memory(pipe, params, rows)
+    total = program.total_bytes
+    # whole pools would be as much again, on two devices of the tensor axis
+    assert total <= predicted["total"] + predicted["pools"] / 2
