@@ -121,31 +121,18 @@ class Pipeline:
         functions = model.functions(rematerialised(stages, memory.remat))
         self.functions = replace(functions, slices=schedule.slices)
         spread = [key for key in ("first", "last") if functions.spreads(key)]
-        if sharding.fsdp is None or mesh.shape[sharding.fsdp] == 1:
-            self.schedule = with_shares(remove_gathers(schedule), costs, spread)
-        else:
-            schedule = with_shares(with_rooms(schedule, None), costs, spread)
-            self.schedule = with_rooms(schedule, sharding.max_active)
-        cuts = Cuts(schedule.num_devices, model.cuts(stages))
+        splits = sharding.fsdp is not None and mesh.shape[sharding.fsdp] > 1
+        schedule = with_rooms(schedule, None) if splits else remove_gathers(schedule)
+        schedule = with_shares(schedule, costs, spread)
+        self.schedule = with_rooms(schedule, sharding.max_active) if splits else schedule
+        cuts, alike = Cuts(schedule.num_devices, model.cuts(stages)), bool(rooms_of(self.schedule))
         self.partition = Partition(
-            self.mesh,
-            sharding,
-            self.layout,
-            cuts,
-            model.frozen,
-            model.replaced,
-            alike=rooms_of(self.schedule) is not None,
+            self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced, alike
         )
         self._placer = Placer(self.partition)
-        self._steps = StepRunner(
-            self.schedule,
-            self.functions,
-            self.partition,
-            memory,
-            self.costs,
-            self._target,
-            SpmdExecutor() if executor is None else executor,
-        )
+        executor = SpmdExecutor() if executor is None else executor
+        parts = self.schedule, self.functions, self.partition
+        self._steps = StepRunner(*parts, memory, costs, self._target, executor)
         calls = Compiled(self._steps, self.compiler_options)
         self._calls = HELD.setdefault((key, self._target), calls)
 

@@ -36,8 +36,9 @@ from .block import (
     write,
 )
 from .gathers import in_room, one_of
+from .operand import Operand
 from .pools import InPool, put, taken, unfilled
-from .step import DeviceStep, Operand
+from .step import DeviceStep
 
 # The results that code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)

@@ -25,7 +25,8 @@ from ..storage.plan import LeafPlan
 from ..table.effects import EFFECTS, By, Place
 from ..table.kinds import Kind
 from .block import BlockCode, Key, State, run_where, zeros
-from .step import DeviceStep, Operand
+from .operand import Operand
+from .step import DeviceStep
 
 
 def empty_rooms(step: DeviceStep) -> State:

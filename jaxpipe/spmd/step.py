@@ -7,8 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from itertools import count, product
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from ..arrays import (
     Flag,
@@ -31,12 +29,12 @@ from ..arrays import (
     whole,
     wider,
 )
-from ..jaxprs.entry import Destination, Entry, Piece, StackRow, Total
+from ..jaxprs.entry import Entry
 from ..model.functions import mean_over_microbatches
 from ..model.layers import OUTER
-from ..model.replaced import ADDED, Replacement
+from ..model.replaced import ADDED
 from ..program.ir import Program
-from ..stage.code import StageCode, run
+from ..stage.code import run
 from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
@@ -51,112 +49,11 @@ from ..storage.plan import (
     with_frozen,
 )
 from ..storage.room import RoomLeaves
-from ..storage.table import Home, Places, stacks_of_layers
+from ..storage.table import Home, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, By, Place
 from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
+from .operand import GRADIENTS_OF, Gradients, Operand
 from .pools import Buffers, Packing
-
-# Where the gradients of the parameters of `first`, `last` and of the shared ones are summed.
-GRADIENTS_OF = {
-    "first": Place.FIRST_GRADIENTS,
-    "last": Place.LAST_GRADIENTS,
-    "shared": Place.SHARED_GRADIENTS,
-}
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The accumulators of the parameters of a function that have a gradient.
-
-    Attributes:
-        places: where they are among the leaves of their place in the state.
-        rules: of leaves that are replaced.
-        splits: see `Total`.
-    """
-
-    places: Places
-    rules: tuple[Replacement | None, ...]
-    splits: tuple[PartitionSpec | None, ...]
-
-    @classmethod
-    def of(
-        cls, plans: Sequence[LeafPlan], places: Iterable[Home], *, splits: bool = False
-    ) -> Gradients:
-        """Those of the leaves at these places that are trained."""
-        own = tuple(place for place in places if not plans[place.at].frozen)
-        return cls(
-            own,
-            tuple(plans[place.at].replaced for place in own),
-            tuple(PartitionSpec(*plans[p.at].auto) if splits else None for p in own),
-        )
-
-    def targets(self, held: Leaves) -> list[Destination | None]:
-        """The accumulators; None for leaves that are replaced, whose values are not always
-        added.
-        """
-
-        def target(
-            place: Home, rule: Replacement | None, split: PartitionSpec | None
-        ) -> Destination | None:
-            if rule is not None:
-                return None
-            kept = _in_place(place, held[place.at])
-            if isinstance(held[place.at], tuple):
-                return Total(kept, split and PartitionSpec(*split[1:]))
-            return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
-
-        return list(map(target, self.places, self.rules, self.splits))
-
-    def after(self, held: Leaves, totals: Leaves, *, is_last: Flag) -> Leaves:
-        """The leaves with these accumulators in their places; of leaves that are replaced, these
-        are the values of a microbatch, `is_last` of the last one.
-        """
-        after = list(held)
-        for place, total, rule in zip(self.places, totals, self.rules, strict=True):
-            old = after[place.at]
-            if rule is not None:
-                after[place.at] = place.put(old, rule.add(place.take(old), total, is_last))
-            elif isinstance(old, tuple):
-                rows = dict(enumerate(old)) | {place.row: total}
-                after[place.at] = tuple(rows.values())
-            else:
-                after[place.at] = total
-        return after
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The code of a kind of stage in a chunk, or of `first` or `last`, with its parameters on this
-    device, and the places of its state and gradients.
-    """
-
-    code: StageCode
-    # its parameters, then the shared ones; those inside a longer array as `Piece`s, and layers of a
-    # stack as `StackRow`s, since every device would otherwise hold copies of the parameters
-    params: Leaves
-    once: Leaves  # what was hoisted
-    gradients: Mapping[Place, Gradients]
-    state_places: Places = ()
-    places: Places = ()  # of its own parameters
-
-    def filled(self, leaves: Leaves, shared: Leaves, once: Leaves | None = None) -> Operand:
-        """The operand with its parameters, which are in these leaves, and what was hoisted."""
-        params = [_in_place(place, leaves[place.at]) for place in self.places] + shared
-        if once is None:
-            whole = [p.load() if isinstance(p, Piece | StackRow) else p for p in params]
-            once = run(self.code.hoist, *self.code.consts, *whole)
-        return replace(self, params=params, once=once)
-
-
-def _in_place(place: Home, leaf: Any) -> Any:
-    """What is in a place of an array: a value, or a part of it that is not read yet.  Layers of a
-    stack may be apart.
-    """
-    if isinstance(leaf, tuple) and place.row is not None:
-        return leaf[place.row]
-    if place.flat:
-        return Piece(leaf, place.start, place.entry)
-    return leaf if place.row is None else StackRow(leaf, place.row)
 
 
 class DeviceStep:
