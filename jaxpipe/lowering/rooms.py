@@ -91,7 +91,7 @@ def with_rooms(schedule: Schedule, max_active: int | None) -> Schedule:
         schedule = add_gathers(schedule, max_active=max_active, reduce=Reduce.EACH_RUN)
     if _gathers_once(schedule):
         return remove_gathers(schedule)
-    return reduce_each_run(schedule) if _reduced_late(schedule).size else schedule
+    return reduce_each_run(schedule) if _reduces_late(schedule) else schedule
 
 
 def _gathers_once(schedule: Schedule) -> bool:
@@ -102,11 +102,10 @@ def _gathers_once(schedule: Schedule) -> bool:
     return bool((held <= [len(stages) for stages in schedule.placement.stages_of]).all())
 
 
-def _reduced_late(schedule: Schedule) -> IntArray:
-    """The actions whose stage is dropped before its gradient is reduced."""
+def _reduces_late(schedule: Schedule) -> bool:
+    """Whether a stage is dropped before its gradient is reduced."""
     gather, gradient = (runs_of(schedule.encoded, what) for what in Sharded)
-    own = (gradient.end >= 0) & (gather.end >= 0) & (gradient.end > gather.end)
-    return np.flatnonzero(own)
+    return bool(((gather.end >= 0) & (gradient.end > gather.end)).any())
 
 
 @lru_cache(maxsize=64)
@@ -119,7 +118,7 @@ def rooms_of(schedule: Schedule) -> Rooms | None:
     """
     if _gathers_once(schedule):
         return None
-    assert not _reduced_late(schedule).size, "`with_rooms` has reduced each run"
+    assert not _reduces_late(schedule), "`with_rooms` has reduced each run"
     table = schedule.encoded
     gather, gradient = (runs_of(table, what) for what in Sharded)
     is_gather = table.of_kinds(gatherers(Sharded.PARAMETERS))

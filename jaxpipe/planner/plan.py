@@ -17,7 +17,17 @@ from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
 from .memory import MemoryParts
-from .request import Above0, Choice, Names, Policies, Request, SomeCounts, choices, requests
+from .request import (
+    MAX_ACTIVE,
+    Above0,
+    Choice,
+    Names,
+    Policies,
+    Request,
+    SomeCounts,
+    choices,
+    requests,
+)
 
 
 @typed(PlanError)
@@ -46,7 +56,7 @@ def plan(
     fsdp_bandwidth: Above0 = 5e10,
     max_active: Annotated[
         Sequence[Count | None], Fits("some of None and whole numbers of at least 1", len)
-    ] = (None, 1, 2, 3),
+    ] = MAX_ACTIVE,
     schedules: Names | None = None,
     chunks: SomeCounts = (1, 2, 4),
     slices: SomeCounts = (1,),

@@ -18,12 +18,20 @@ from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, device_work, exchanges
 from .plan import Search
 from .replicas import Replicas
-from .request import IN_TURN, SCHEDULES, Above0, Policies, Request, SomeCounts, allowed_remat
+from .request import (
+    IN_TURN,
+    MAX_ACTIVE,
+    SCHEDULES,
+    Above0,
+    Policies,
+    Request,
+    SomeCounts,
+    allowed_remat,
+)
 from .transformer import HOST, Transformer
 
 _SHAPES = 3  # meshes whose tables are built
 _ROWS = (1, 2, 4)  # rows of a microbatch
-_MAX_ACTIVE = (None, 1, 2, 3)
 
 
 def decoders() -> dict[str, dict[str, int]]:
@@ -208,7 +216,7 @@ def _requests(
             data_axes=("data",),
             target=Target(communicates=tensor > 1).measured(prices),
             replicas=Replicas(count=data, fsdp=bool(fsdp), bandwidth=link),
-            max_active=_MAX_ACTIVE,
+            max_active=MAX_ACTIVE,
             label=(text + (" fsdp" if fsdp else ""), f"M {count}"),
             mesh={**mesh, "fsdp": fsdp},
             by_name=True,

@@ -41,6 +41,7 @@ SCHEDULES = (
 # Runs of all microbatches need few gathers, where stages take turns in being whole (Lamy-Poirier
 # 2022, "Breadth-First Pipeline Parallelism").
 IN_TURN = "looped_bfs"
+MAX_ACTIVE = (None, 1, 2, 3)  # stages of a device that are whole at a time; None: all of them
 # The types of arguments of `plan`.
 Above0: TypeAlias = Annotated[float, Fits("a number above 0", lambda n: 0 < n <= MAX_COST)]
 SomeCounts: TypeAlias = Annotated[

@@ -83,7 +83,7 @@ class DeviceAction:
         if self.use.block.is_share:
             return True
         if effect.place is Place.PARAMETERS:
-            return bool(self.step.program.num_rooms)
+            return bool(self.step.rooms)
         if not self.use.does(effect):
             return False
         code, result = self._operand(By.STAGE).code, effect.result
@@ -262,7 +262,7 @@ class DeviceAction:
     def _code(self, by: By, found: Mapping[Place, Leaves], state: State) -> InSlots:
         """The code of a function: (consts, parameters, inputs, extra, once, what it takes)."""
         operand, called = self._operand(by), self._signature(by)
-        if by is By.STAGE and self.step.program.num_rooms:
+        if by is By.STAGE and self.step.rooms:
             operand = in_room(self.step, operand, self.use.block.chunk, self.stage_kind, state)
         code, row = operand.code, self.row
         ends = {By.FIRST: 0, By.LAST: len(self.step.code.kind_of) - 1}

@@ -34,21 +34,13 @@ def empty_rooms(step: DeviceStep) -> State:
     are whole during the step.
     """
     state: State = {}
-    for room in range(step.program.num_rooms):
+    for room in step.rooms:
         shapes = jax.eval_shape(partial(_room, step, room), step.whole[room])
-        leaves, hoisted = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), shapes)
-        found = list(map(_split, step.plans_of(room), leaves)), hoisted
+        found = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), shapes)
         state[Key(Place.PARAMETERS, room)] = found
     for v, chunk in enumerate(step.chunks if state and step.setup.training else ()):
         state[Key(Place.REDUCED, v)] = step.totals(step.room.parts(chunk), step.plans_of(0))
     return state
-
-
-def _split(plan: LeafPlan, leaf: Any) -> Any:
-    """A leaf, of which the partitioner is told how it is split."""
-    if isinstance(leaf, tuple):
-        return tuple(map(plan.of_layer.constrain, leaf))
-    return plan.constrain(leaf)
 
 
 def _room(step: DeviceStep, room: int, leaves: Leaves) -> tuple[Leaves, list[Leaves]]:
@@ -119,7 +111,7 @@ def works_of(
     parameters, or both.
     """
     for table, record in zip(step.program.ticks.links, row.links, strict=True):
-        for room in range(step.program.num_rooms):
+        for room in step.rooms:
             names = f"reduce_{room}", f"gather_{room}"
             chunks = [table.columns[name][ticks] for name in names]
             numbers = [record.columns[name] for name in names]

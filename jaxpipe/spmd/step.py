@@ -89,7 +89,8 @@ class DeviceStep:
         self.everywhere, self.blocking = everywhere, setup.target.on_cpus
         self.chunks = with_replicas(setup, inputs.owned)
         self.rooms, self.room = range(program.num_rooms), RoomLeaves.of(self.chunks)
-        parts = [list(self.room.arrays.values())] * program.num_rooms
+        self._room_plans = list(RoomLeaves.of(setup.plans["stages"]).arrays.values())
+        parts = [list(self.room.arrays.values()) for _ in self.rooms]
         parts = parts or list(map(jax.tree.leaves, self.chunks))
         self.whole = [whole_shapes(own, self.plans_of(v)) for v, own in enumerate(parts)]
         self.operands: dict[tuple[By, int, int], Operand] = {}
@@ -181,7 +182,7 @@ class DeviceStep:
         owns is like the last one.
         """
         if self.rooms:
-            return list(RoomLeaves.of(self.setup.plans["stages"]).arrays.values())
+            return self._room_plans
         plans = self.setup.plans["stages"]
         return leaf_plans(plans[min(chunk, len(plans) - 1)])
 
@@ -218,7 +219,7 @@ class DeviceStep:
         if not setup.training:
             return state
         for v, apart in enumerate(self.apart):
-            totals = self.totals(jax.tree.leaves(self.whole[v]), self.plans_of(v), apart)
+            totals = self.totals(self.whole[v], self.plans_of(v), apart)
             state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
         for key, place in GRADIENTS_OF.items():
             plans = leaf_plans(setup.plans[key])
@@ -323,8 +324,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     results["state"] = Chunks(merged, setup.layout) if held else ()
     if not setup.training:
         return results, {}
-    rooms = bool(step.program.num_rooms)
-    chunks = chunks_of(state, Place.REDUCED if rooms else Place.STAGE_GRADIENTS)
+    chunks = chunks_of(state, Place.REDUCED if step.rooms else Place.STAGE_GRADIENTS)
     owned = return_replicas(setup, list(map(_present, chunks)))
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
@@ -333,7 +333,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         """
         every, by_parts = leaf_plans(plans), setup.target.on_tpus
         own, shapes = trained(every, every), trained(jax.tree.leaves(like), every)
-        scattered = rooms and axes == setup.data_axes  # those of stages
+        scattered = bool(step.rooms) and axes == setup.data_axes  # those of stages
         sums = reduce_gradients(values, own, axes, by_parts=by_parts, scattered=scattered)
 
         def one(total: Any, plan: LeafPlan, param: Any) -> Any:

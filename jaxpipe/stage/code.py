@@ -205,7 +205,7 @@ class StageCode:
         return {place: list(values[span]) for place, span in self.spans(places).items()}
 
     def of(self, kind: Kind) -> core.Jaxpr:
-        """The code of a kind of action; of F that which keeps residuals."""
+        """The code of a kind of action; that of F keeps residuals."""
         return {
             Kind.F: self.forward,
             Kind.R: self.recompute,

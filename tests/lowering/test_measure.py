@@ -110,16 +110,9 @@ def test_layers_are_measured_apart_and_planned():
     assert costs["t"].boundary == ROWS * WIDTH * 4
     assert costs["t"].residuals >= ROWS * 4 * WIDTH * 4
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    plans = jp.plan(
-        "Et*6,L",
-        costs,
-        devices=2,
-        microbatches=M,
-        chunks=(1,),
-        schedules=("1f1b",),
-        remat=(None,),
-        mesh=mesh,  # layers are a scan on CPUs
-    )
+    options = {"chunks": (1,), "schedules": ("1f1b",), "remat": (None,)}
+    options |= {"devices": 2, "microbatches": M}
+    plans = jp.plan("Et*6,L", costs, **options, mesh=mesh)  # layers are a scan on CPUs
     built = plans.best.pipeline(MODEL, mesh)
     # What the plan says of parameters and pools, against the compiled program's own account.
     report = jp.inspect.report(built, built.place(PARAMS), BATCH)
@@ -128,16 +121,8 @@ def test_layers_are_measured_apart_and_planned():
     assert held.pools["residual_weight"] == residuals
     assert held.batch == BATCH["x"].size * 4
     # The traced model's own account, which a plan can be given instead.
-    traced = jp.plan(
-        "Et*6,L",
-        costs,
-        devices=2,
-        microbatches=M,
-        chunks=(1,),
-        schedules=("1f1b",),
-        remat=(None,),
-        traced=jp.measuring.traced_memory(MODEL, PARAMS, {"x": shapes(ROWS, WIDTH)}, mesh=mesh),
-    )
+    memory = jp.measuring.traced_memory(MODEL, PARAMS, microbatch, mesh=mesh)
+    traced = jp.plan("Et*6,L", costs, **options, traced=memory)
     assert traced.best.traced == report["predicted"]
     gradients = 2 * (costs["t"].gradients * 3 + costs["E"].gradients + costs["L"].gradients)
     assert max(traced.best.memory) == report["predicted"]["total"] + gradients, "Adam's two moments"
