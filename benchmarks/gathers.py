@@ -123,7 +123,7 @@ class Case:
             plan = self.plan(schedule, most)
             parts, table = plan.parts, plan.timeline.schedule
             gathers = sum(action.kind is jp.Kind.U for _, _, action in table.actions())
-            own = parts.parameters + parts.gradients + parts.stacked
+            own = parts.parameters + parts.gradients + parts.accumulators
             other = parts.total - own - parts.optimizer - parts.gathered
             sizes = (parts.optimizer, own, parts.gathered, other, parts.total)
             yield (

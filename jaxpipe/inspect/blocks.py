@@ -32,8 +32,11 @@ from ..table.kinds import Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
-# Values that stay in their slots.
-_POOLED = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
+# Values that stay in their slots, and those that a block reads from theirs.
+_POOLED = (
+    *(Place.X, Place.COTANGENT, *RESIDUALS, Place.STASH),
+    *(Place.BUFFER, Place.BUFFER_GRADIENT),
+)
 
 
 class SizedValue(NamedTuple):

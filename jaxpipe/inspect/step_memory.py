@@ -24,7 +24,7 @@ from ..model.model import Model
 from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
 from ..planner.candidate import PipelinePlan
-from ..planner.memory import STACKED, Sizes, memory_of
+from ..planner.memory import Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.emit import TracedStep
@@ -109,9 +109,8 @@ def memory(
         gathered            whole parameters and accumulators where only parts are given and
                             returned (fsdp, outer, DualPipe's copies)
         hoisted             what is computed from parameters once a step
-        stacked             what results of gradients take besides the accumulators of single
-                            layers; where stages take turns in being gathered, accumulators of the
-                            parts of all of them
+        accumulators        of single layers, whose gradients are stacked after the ticks; where
+                            stages take turns in being gathered, of the parts of all of them
         sent                what is to be sent next, what of it is under way while the next is made,
                             and what arrives beside a block
         raveled             copies of what a pool that unlike stages share holds raveled
@@ -119,6 +118,8 @@ def memory(
         summed              results of sums of gradients over CPU devices, but for what lies in
                             their room before, and of small ones on TPUs; all other sums are
                             in place
+        reused              less than 0: room of results that are made after the ticks, which values
+                            of the ticks have before, on GPUs
 
     On TPUs all have the padding of tiles.
 
@@ -154,17 +155,17 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))
-    stages = params["stages"]
-    stacked = STACKED * _of_layers(step, stages)
-    if program.num_rooms:  # reductions add to them during the step
-        stacked = held_bytes(setup, stages, setup.plans["stages"])["gradients"]
+    apart, late = _made_late(step, params)
+    stages = held_bytes(setup, params["stages"], setup.plans["stages"])
     return Sizes(
         **held_bytes(setup, params, setup.plans),
         batch=_batch_bytes(setup, batch),
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
-        stacked=stacked,
+        # Where stages take turns, reductions add to parts during the step.
+        accumulators=stages["gradients"] if program.num_rooms else apart,
+        late=late * setup.target.on_gpus,
         entry=entry,
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
@@ -186,17 +187,25 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     return (own + cut) // setup.data_size + every - own
 
 
-def _of_layers(step: TracedStep, stages: Sequence[PyTree]) -> float:
-    """Bytes of the gradients of stacks of which each layer has an accumulator of its own."""
-    setup, code, found = step.setup, step.code, 0.0
-    for v, chunk in enumerate(stages):
+def _made_late(step: TracedStep, params: Mapping[str, PyTree]) -> tuple[int, int]:
+    """Bytes of the gradients of stacks of which each layer has an accumulator of its own, and of
+    all that are made after the ticks: those, and what is reduced to parts.
+    """
+    setup, code, apart, late = step.setup, step.code, 0, 0
+    trees = [(params[key], setup.plans[key], set[int]()) for key in OUTER]
+    for v, chunk in enumerate(params["stages"]):
         own = {s for of in setup.layout.placement.stages_of for s in of[v : v + 1]}
         kinds = [(s, code.kinds[code.kind_of[s]]) for s in own]
-        places = [p for s, kind in kinds for p in kind.places(setup.layout.held(s, stages).places)]
-        leaves, plans = jax.tree.leaves(chunk), leaf_plans(setup.plans["stages"][v])
-        numbers = [n for n in stacks_of_layers(places) if not plans[n].frozen]
-        found += sum(gradient_bytes(setup, leaves[n]) for n in numbers)
-    return found
+        held = (setup.layout.held(s, params["stages"]).places for s, _ in kinds)
+        places = [p for (_, kind), of in zip(kinds, held, strict=True) for p in kind.places(of)]
+        trees.append((chunk, setup.plans["stages"][v], {*stacks_of_layers(places)}))
+    for tree, plans, stacks in trees:
+        for number, (leaf, plan) in enumerate(_planned(tree, plans)):
+            size = 0 if plan.frozen else gradient_bytes(setup, leaf)
+            in_layers = number in stacks and not plan.gathers
+            apart += size * in_layers
+            late += size * (in_layers or bool(plan.gathers))
+    return apart, late
 
 
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:

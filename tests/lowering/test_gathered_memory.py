@@ -77,7 +77,7 @@ def test_memory_is_that_of_the_program(most: int | None) -> None:
     traced, parts = jp.inspect.memory(pipe, params, rows), plan.parts
     ends = 2 * 2 * 4 * WIDTH * WIDTH
     assert traced["gathered"] == parts.gathered == 2 * STAGE * (most or CHUNKS) + ends
-    assert traced["stacked"] == parts.stacked == (CHUNKS * STAGE / 2 if most else 0)
+    assert traced["accumulators"] == parts.accumulators == (CHUNKS * STAGE / 2 if most else 0)
     for name in ("parameters", "gradients", "batch"):
         assert traced[name] == getattr(parts, name)
     compiled = pipe.lower(params, rows).compile().memory_analysis()
