@@ -116,13 +116,14 @@ class Pipeline:
         check_costs(costs, schedule)
         self.costs = costs
         sharding.check(self.mesh, schedule=named(schedule), devices=schedule.num_devices)
-        stages, layers = staged(model, schedule.placement, layout)
+        splits = sharding.fsdp is not None and mesh.shape[sharding.fsdp] > 1
+        schedule = with_rooms(schedule, None) if splits else remove_gathers(schedule)
+        in_turn = splits and rooms_of(with_rooms(schedule, sharding.max_active)) is not None
+        stages, layers = staged(model, schedule.placement, layout, in_turn=in_turn)
         self.layout = ParamLayout.of(schedule.placement, stages, layers, model.stages)
         functions = model.functions(rematerialised(stages, memory.remat))
         self.functions = replace(functions, slices=schedule.slices)
         spread = [key for key in ("first", "last") if functions.spreads(key)]
-        splits = sharding.fsdp is not None and mesh.shape[sharding.fsdp] > 1
-        schedule = with_rooms(schedule, None) if splits else remove_gathers(schedule)
         schedule = with_shares(schedule, costs, spread)
         self.schedule = with_rooms(schedule, sharding.max_active) if splits else schedule
         cuts, alike = Cuts(schedule.num_devices, model.cuts(stages)), bool(rooms_of(self.schedule))

@@ -97,13 +97,13 @@ def check_costs(costs: Costs | None, schedule: Schedule) -> None:
 
 
 def staged(
-    model: Model, placement: Placement, layout: str | Layout | None
+    model: Model, placement: Placement, layout: str | Layout | None, *, in_turn: bool = False
 ) -> tuple[tuple[Function, ...], LayerMap | None]:
     """The function of each stage, and the layers of each where the model is given by letters;
-    PipelineError where they do not fit.
+    PipelineError where they do not fit.  `in_turn`: see `LayerMap.of`.
     """
     if model.layers is not None:
-        layers = LayerMap.of(_layout(model, placement, layout), placement)
+        layers = LayerMap.of(_layout(model, placement, layout), placement, in_turn=in_turn)
         return layers.functions(model.stages, has_loss=model.stage_loss), layers
     if layout is not None:
         raise PipelineError(

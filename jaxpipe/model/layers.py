@@ -53,18 +53,19 @@ class LayerMap:
     """Which layers each stage has, and how they are stacked.
 
     Canonical parameters of a letter are stacked in model order, leaves [n, ...].  A stage of "ttt"
-    that shares its chunk with stages of "tt" has two stacks: one of the two layers that all have,
+    that shares its arrays with stages of "tt" has two stacks: one of the two layers that all have,
     and one of the third.  So its parameters, residuals and code have the shapes of theirs, and no
     stage computes a layer that it does not have.
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
-    chunk_of: tuple[int, ...]  # per stage, its number among those that its device holds
+    # per stage, the number of those with which it shares arrays: those of its chunk, or all
+    group_of: tuple[int, ...]
 
     @classmethod
-    def of(cls, layout: Layout, placement: Placement) -> LayerMap:
+    def of(cls, layout: Layout, placement: Placement, *, in_turn: bool = False) -> LayerMap:
         """Take E off the first stage and L off the last; PipelineError where the layout has them
-        elsewhere, or another number of stages.
+        elsewhere, or another number of stages.  `in_turn`: all stages are in the same arrays.
         """
         faults = []
         if layout.num_stages != placement.num_stages:
@@ -84,8 +85,10 @@ class LayerMap:
                     f"{str(layout)!r}"
                 )
         PipelineError.refuse("the layout does not fit", faults)
-        letters = (stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages)
+        letters = [stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages]
         chunks = {stage: v for row in owned_stages(placement) for v, stage in enumerate(row)}
+        if in_turn and len({*letters}) > 1:
+            chunks = dict.fromkeys(chunks, 0)
         return cls(tuple(letters), tuple(chunks[s] for s in range(placement.num_stages)))
 
     @property
@@ -96,7 +99,7 @@ class LayerMap:
     def groups(self, stage: int, letter: str) -> tuple[int, ...]:
         """The sizes of a stage's stacks of a letter."""
         own = self.stages[stage].count(letter)
-        mates = (v == self.chunk_of[stage] for v in self.chunk_of)
+        mates = (number == self.group_of[stage] for number in self.group_of)
         counts = {mate.count(letter) for mate in compress(self.stages, mates)}
         return tuple(b - a for a, b in pairwise(sorted({0, *counts})) if b <= own)
 

@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
         ),
         (
             {"parameters": 4e9},
-            2e10,
+            2.2e10,
             "parameters, gradients and optimizer state",
             "more devices, or shares of each",
             {"devices": 8},
