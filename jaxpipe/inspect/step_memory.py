@@ -6,9 +6,10 @@ block compiled alone.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import compress, count, product, zip_longest
 from typing import Annotated, Any, TypeAlias
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree, accumulator_dtype, shape_of
 from ..errors import Fits, PipelineError, typed
-from ..jaxprs.equations import nbytes, tiled_bytes
+from ..jaxprs.equations import nbytes, reads, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
 from ..model.layers import OUTER, with_outer
@@ -30,7 +31,7 @@ from ..program.segments import Payload
 from ..spmd.emit import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.xla import compiled_alone, outer_specs
-from ..stage.code import RESIDUALS, run
+from ..stage.code import RESIDUALS, StageCode, run
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
 from ..storage.plan import PART, LeafPlan, leaf_plans, trained
@@ -328,20 +329,50 @@ def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     """Bytes of parameters that are gathered over their manual axes, and of their accumulators; of
     stages, those that the rooms hold where they take turns in them.
     """
-    setup, stages = step.setup, params["stages"]
-    trees = [(params[key], setup.plans[key], False) for key in OUTER]
+    setup, stages, read = step.setup, params["stages"], _read_in_ticks(step, params)
+    trees = [(params[key], setup.plans[key], False, read[key]) for key in OUTER]
     for chunk in range(step.program.num_rooms or step.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
         # A chunk that another device owns is a copy, and so is what a room holds.
         is_copy = chunk > held or step.program.num_rooms > 0
-        trees.append((stages[held], setup.plans["stages"][held], is_copy))
+        trees.append((stages[held], setup.plans["stages"][held], is_copy, read[chunk]))
     found = 0
-    for tree, plans, is_copy in trees:
-        for leaf, plan in _planned(tree, plans):
+    for tree, plans, is_copy, numbers in trees:
+        for number, (leaf, plan) in enumerate(_planned(tree, plans)):
             if plan.gathers or is_copy:
                 share = math.prod(setup.mesh.shape[name] for name, _ in plan.gathers)
                 own = 0 if plan.frozen else gradient_bytes(setup, leaf)
-                found += share * (local_bytes(leaf) + own)
+                # XLA gathers what is cast once a step after the cast.
+                stays = number in numbers or step.program.num_rooms > 0
+                found += share * (local_bytes(leaf) * stays + own)
+    return found
+
+
+def _read_in_ticks(step: TracedStep, params: Mapping[str, PyTree]) -> dict[str | int, set[int]]:
+    """By part of the model, or chunk: the arrays of parameters that blocks read, and not only what
+    is hoisted from them.
+    """
+    code, layout, stages = step.code, step.setup.layout, params["stages"]
+    found = defaultdict[str | int, set[int]](set)
+    for key, end in (("first", code.first), ("last", code.last)):
+        own = len(jax.tree.leaves(params[key]))
+        read = set() if end is None else _read(end)
+        found[key] |= {n for n in read if n < own}
+        found["shared"] |= {n - own for n in read if n >= own}
+    for chunk, held in enumerate(zip_longest(*layout.placement.stages_of)):
+        for stage in {*held} - {None}:
+            kind = code.kinds[code.kind_of[stage]]
+            places, read = kind.places(layout.held(stage, stages).places), _read(kind)
+            found[chunk] |= {place.at for n, place in enumerate(places) if n in read}
+            found["shared"] |= {n - len(places) for n in read if n >= len(places)}
+    return found
+
+
+def _read(code: StageCode) -> set[int]:
+    """The numbers of the parameters that the code's blocks read."""
+    first, found = len(code.consts), set[int]()
+    for jaxpr in (code.forward, code.evaluate, code.backward, code.input_grad, code.weight_grad):
+        found |= {*compress(count(), reads(jaxpr)[first : first + len(code.uses)])}
     return found
 
 
