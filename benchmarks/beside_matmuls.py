@@ -1,8 +1,8 @@
 """Bytes that the kernels of a GPU program move beside matmuls and attention, by block, with the
 form of blocks that GPUs run and with scans and rows instead.
 
-Llama 3 8B's shapes on 8 described H100s: nothing runs.  On a real H100 the kernels beside matmuls
-take the time of these bytes at 2.3 to 2.7 TB/s.
+Llama 3 8B's shapes on 8 described H100s, and a mixture of experts on 64: nothing runs.  On a real
+H100 the kernels beside matmuls take the time of these bytes at 2.3 to 2.7 TB/s.
 
     python -m benchmarks.beside_matmuls -o benchmarks/results/beside_matmuls.txt
 """
@@ -10,9 +10,11 @@ take the time of these bytes at 2.3 to 2.7 TB/s.
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
 from itertools import product
 from statistics import fmean
 from time import process_time
@@ -24,8 +26,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from benchmarks.llama import TENSOR
 from benchmarks.machine import describe
-from benchmarks.output import Command, Result
+from benchmarks.moe import CASES, Attention, Remat
+from benchmarks.output import Command, Result, Row, told
 from jaxpipe.inspect.hlo import Computation, Instruction, Module, kind_of, walk
 from jaxpipe.inspect.programs import compile_and_read
 from jaxpipe.lowering.target import GPU_FORM, Form
@@ -44,12 +48,17 @@ _LIBRARIES = ("gemm", "matmul", "fmha", "cudnn")
 GIB = 2**30
 
 
+def is_matmul(module: Module, each: Instruction) -> bool:
+    """Whether a kernel is a matmul or attention, of XLA or of a library."""
+    text = each.attributes.lower()
+    return "dot" in module.opcodes(each) or any(word in text for word in _LIBRARIES)
+
+
 def kernel_bytes(module: Module, owner: Computation, each: Instruction) -> int:
     """What a kernel beside matmuls reads and writes; 0 of a matmul, attention or a collective."""
-    text = each.attributes.lower()
     if each.opcode in _FREE or each.opcode.startswith(_COLLECTIVES):
         return 0
-    if "dot" in module.opcodes(each) or any(word in text for word in _LIBRARIES):
+    if is_matmul(module, each):
         return 0
     if each.target == "AllocateBuffer":
         return 0
@@ -105,7 +114,7 @@ def blocks(module: Module) -> Iterator[tuple[str, int]]:
         trips = math.prod(frame.trips or 1 for frame in place.frames[guards[0] :])
         for each in place.computation.instructions:
             found[key][kind_of(each)] += trips * kernel_bytes(module, place.computation, each)
-            matmuls[key] += trips * ("dot" in module.opcodes(each))
+            matmuls[key] += trips * is_matmul(module, each)
     for key, kinds in found.items():
         if matmuls[key] > 4:  # the head has fewer
             yield str(max(kinds, key=kinds.__getitem__)), sum(kinds.values())
@@ -141,12 +150,22 @@ def plain(x: Any, row: Any, name: str) -> Any:
     return x @ row[name].astype(jnp.bfloat16)
 
 
-def layer(x: Any, row: Any, product: Callable[[Any, Any, str], Any] = plain) -> tuple[Any, None]:
+def fused(q: Any, k: Any, v: Any) -> Any:
+    """cuDNN's causal attention."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def layer(
+    x: Any,
+    row: Any,
+    product: Callable[[Any, Any, str], Any] = plain,
+    attention: Callable[[Any, Any, Any], Any] = fused,
+) -> tuple[Any, None]:
     """A decoder's layer in bfloat16, without positions."""
     rows, time, _ = x.shape
     u = _normed(row["norm"].astype(jnp.bfloat16), x)
     q, k, v = (product(u, row, n).reshape(rows, time, -1, HEAD) for n in "qkv")
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    mixed = attention(q, k, v)
     x = x + product(mixed.reshape(x.shape), row, "o")
     u = _normed(row["mlp_norm"].astype(jnp.bfloat16), x)
     gated = jax.nn.silu(product(u, row, "gate")) * product(u, row, "up")
@@ -161,14 +180,71 @@ def pretend_cudnn() -> None:
     cudnn.check_compute_capability = lambda _: True
 
 
-def _stage(stack: Any, x: Any) -> Any:
-    return jax.lax.scan(layer, x, stack)[0]
+class Kept(Enum):
+    """What the backward of a layer finds, and what it computes again."""
+
+    ALL = "-"
+    MATMULS = "dots"  # the results of matmuls
+    INPUT = "layer"  # the layer's input alone
 
 
-def _listed(rows: Any, x: Any) -> Any:
-    for row in rows:
-        x, _ = layer(x, row)
-    return x
+@dataclass(frozen=True)
+class Variant:
+    """A model, a mesh and options of a program."""
+
+    text: str = ""
+    kept: Kept = Kept.ALL
+    memory: jp.Memory = field(default_factory=jp.Memory)
+    tensor: int = 1  # devices that share a layer
+    options: Mapping[str, Any] = field(default_factory=dict)  # of XLA
+
+    def layer(self, x: Any, row: Any) -> tuple[Any, None]:
+        """A layer that keeps what this says."""
+        attention = fused
+        if self.tensor > 1:  # the partitioner cannot split the kernel
+            heads = PartitionSpec(None, None, TENSOR, None)
+            attention = jax.shard_map(
+                fused, in_specs=heads, out_specs=heads, axis_names={TENSOR}, check_vma=False
+            )
+        own = partial(layer, attention=attention)
+        if self.kept is Kept.ALL:
+            return own(x, row)
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        policy = dots if self.kept is Kept.MATMULS else None
+        return jax.checkpoint(own, policy=policy)(x, row)
+
+    def stage(self, stack: Any, x: Any) -> Any:
+        """Layers in a scan."""
+        return jax.lax.scan(self.layer, x, stack)[0]
+
+    def listed(self, rows: Any, x: Any) -> Any:
+        """Layers one after the other."""
+        for row in rows:
+            x, _ = self.layer(x, row)
+        return x
+
+    @property
+    def sharding(self) -> jp.Sharding:
+        """Columns and rows of weights split over the tensor axis (Shoeybi et al. 2019,
+        section 3).
+        """
+        if self.tensor == 1:
+            return jp.Sharding()
+        column, row = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
+        own = dict.fromkeys(("q", "k", "v", "gate", "up"), column)
+        own |= dict.fromkeys(("o", "down"), row)
+        return jp.Sharding(specs={"stages": own})
+
+
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+VARIANTS = (
+    Variant("layers keep matmuls", kept=Kept.MATMULS),
+    Variant("layers keep their input", kept=Kept.INPUT),
+    Variant("stages keep their input", memory=jp.Memory(remat="full")),
+    Variant("offload", memory=jp.Memory(offload="residuals")),
+    Variant("tensor 2", tensor=2),
+    Variant("cuBLAS", options=CUBLAS),
+)
 
 
 def _first(params: Any, microbatch: Any) -> Any:
@@ -196,12 +272,21 @@ WAYS = (
 )
 
 
-def line(name: str, way: Written, layers: int) -> tuple[str, ...]:
+def line(name: str, way: Written, layers: int, variant: Variant = Variant()) -> Row:
     """A schedule's program in a form."""
     schedule = jp.schedules.build(name, devices=DEVICES, microbatches=MICROBATCHES)
-    mesh, stages = gpu_mesh((DEVICES,), ("pipe",)), schedule.num_stages
-    model = jp.Model(_listed if way.listed else _stage, first=_first, last=_last)
-    pipe = jp.Pipeline(model, schedule, mesh, executor=SpmdExecutor(form=way.form))
+    used = 2 if variant.tensor > 1 else 1
+    mesh = gpu_mesh((DEVICES, variant.tensor)[:used], ("pipe", TENSOR)[:used])
+    stages = schedule.num_stages
+    model = jp.Model(variant.listed if way.listed else variant.stage, first=_first, last=_last)
+    pipe = jp.Pipeline(
+        model,
+        schedule,
+        mesh,
+        sharding=variant.sharding,
+        memory=variant.memory,
+        executor=SpmdExecutor(form=way.form),
+    )
     count = layers // stages
     each = (stages,) if way.listed else (stages, count)
     weights = {
@@ -215,18 +300,37 @@ def line(name: str, way: Written, layers: int) -> tuple[str, ...]:
     everywhere = NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((MICROBATCHES, TIME), jnp.int32, sharding=everywhere)
     lowered = pipe.lower(pipe.place(params), {"tokens": row, "targets": row})
+    return counted(lowered, (name, variant.text, way.text), stages // DEVICES, variant.options)
+
+
+def experts(name: str, way: Written) -> Row:
+    """The program of a mixture of experts, whose devices have their own experts, in a form."""
+    own = ("Ettt", "ttt", *["tttt"] * 5, "L")  # all but the last of 4 layers at most
+    case = replace(CASES["67b"], schedule=name, layout="|".join(own), remat=Remat.NONE)
+    case = replace(case, microbatches=MICROBATCHES, attention=Attention.CUDNN)
+    pipe, params, batch = case.arguments(gpu_mesh, SpmdExecutor(form=way.form))
+    return counted(pipe.lower(params, batch), (name, "67B-A2B, expert 8", way.text), 1, {})
+
+
+def counted(
+    lowered: jax.stages.Lowered, names: Row, chunks: int, options: Mapping[str, Any]
+) -> Row:
+    """A line of a program of so many stages a device."""
     begin = process_time()
-    program = compile_and_read(lowered)
+    program = compile_and_read(lowered, dict(options))
     seconds = process_time() - begin
-    found = of_a_microbatch(program.module, stages // DEVICES)
+    found = of_a_microbatch(program.module, chunks)
     kinds = [f"{found[kind] / GIB:.1f}" if kind in found else "" for kind in "FBIW"]
     temp = program.memory.temp_size_in_bytes / GIB
+    predicates = program.predicates
+    on_host = sum(not each.in_graph for each in predicates)
+    jax.clear_caches()
     return (
-        name,
-        way.text,
+        *names,
         *kinds,
         f"{sum(found.values()) / GIB:.1f}",
         f"{temp:.1f}",
+        f"{on_host}/{len(predicates)}",
         f"{seconds:.0f}",
     )
 
@@ -234,20 +338,23 @@ def line(name: str, way: Written, layers: int) -> tuple[str, ...]:
 def main() -> None:
     parser = Command(__doc__)
     parser.option("--schedules", ["1f1b", "interleaved_1f1b", "zb_h1", "zbv"], "NAME")
+    parser.option("--varied", ["1f1b", "zb_h1"], "NAME", "those with each option and with experts")
     parser.option("--layers", 32, "L")
     args = parser.parse_args()
     require_gpu_compiler(parser)
     pretend_cudnn()
-    rows = []
-    for name, way in product(args.schedules, WAYS):
-        rows.append(line(name, way, args.layers))
-        jax.clear_caches()
-        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    both = WAYS[:2]
+    rows = told(line(name, way, args.layers) for name, way in product(args.schedules, WAYS))
+    rows += told(
+        line(name, way, args.layers, variant)
+        for name, variant, way in product(args.varied, VARIANTS, both)
+    )
+    rows += told(experts(name, way) for name, way in product(args.varied, both))
     sizes = f"{args.layers} layers of Llama 3 8B's shapes, 16 microbatches of 4096 tokens"
     title = (
         f"GiB that kernels move beside matmuls and attention, {sizes}, {DEVICES} described H100s"
     )
-    columns = "schedule  form  F  B  I  W  a microbatch  temp GiB  CPU s to compile"
+    columns = "schedule  with  form  F  B  I  W  a microbatch  temp GiB  on host  CPU s to compile"
     Result(title, describe(), columns, rows, NOTES).write(args.output)
 
 
@@ -256,6 +363,9 @@ NOTES = (
     "Scans and rows: layers in a scan, slots are rows of one buffer, functions are kept.",
     "Apart: what Pipeline emits for GPUs by itself, with layers and slots apart.  The gradients of",
     "stacks are stacked after the ticks, which is another copy of them; those of leaves are not.",
+    "On host: predicates that are no nodes of CUDA graphs, of all.",
+    "Tensor 2: of one of two devices.  67B-A2B: 26 layers with experts on 8 x 8 devices, 8192",
+    "tokens a microbatch.",
 )
 
 

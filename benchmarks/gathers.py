@@ -5,12 +5,13 @@ whose replicas split parameters (fsdp).
     JAX_PLATFORMS=cpu python -m benchmarks.gathers --compile 70b:2 70b:once -o FILE
 
 Nothing runs on a device: sizes and times are those of the planner; with `--compile` also those of
-steps compiled for described H100s, of dense models.  Shapes:
+steps compiled for described H100s.  Shapes:
 
     Llama 3 405B, 70B   Llama team 2024 (arXiv 2407.21783), table 3
     DeepSeek-V3         DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; all of its layers have
-                        experts here, and its attention has the weights of queries, keys and values
-                        of one width
+                        experts in plans, and its attention has the weights of queries, keys and
+                        values of one width; the compiled model is that of the paper without its
+                        layer for one more token
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from time import perf_counter
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,9 +28,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, layered, layered_specs, parameters
 from benchmarks.machine import describe
+from benchmarks.moe import CASES as MIXTURES
 from benchmarks.output import Command, Result, Row, told, write_all
+from jaxpipe.layouts.layout import parse_layout
 from jaxpipe.lowering.target import Target
-from jaxpipe.planner.layer_cost import Ends
+from jaxpipe.planner.layer_cost import Ends, Remat
+from jaxpipe.planner.memory import layer_sizes, memory_of
+from jaxpipe.planner.replicas import Replicas
 from jaxpipe.planner.transformer import Transformer
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
@@ -36,6 +42,10 @@ GIB = 2**30
 SCHEDULES = ("interleaved_1f1b", "looped_bfs")
 H100 = 989e12 * 0.6  # of the data sheet's peak of dense bf16: what large matmuls reach
 HOST, NETWORK = 3e11, 5e10  # bytes a second of a GPU, each way, within a host and between hosts
+
+
+# A pipeline, its parameters and a batch as shapes, and the costs of layers.
+Compiled: TypeAlias = "tuple[jp.Pipeline, Any, Any, dict[str, jp.LayerCost] | None]"
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Case:
     chunks: int
     microbatches: int
     remat: str | None = None
+    mixture: str = ""  # of `benchmarks.moe`; a dense model without one
 
     def plan(self, schedule: str, max_active: int | None) -> jp.planner.PipelinePlan:
         """The plan with so many stages whole at a time; each end is on one device."""
@@ -72,48 +83,74 @@ class Case:
 
     def compiled(self, max_active: int | None) -> Row:
         """The step of the first schedule as XLA compiles it, beside what `jp.inspect.memory`
-        predicts; attention by blocks of 1,024 queries.
+        predicts, and the planner from sizes of layers that are compiled alone.
         """
+        plan = self.plan(SCHEDULES[0], max_active)
+        pipe, params, rows, costs = (self._mixed if self.mixture else self._dense)(plan)
+        lowered, begin = pipe.lower(params, rows), perf_counter()
+        found = lowered.compile().memory_analysis()
+        seconds = perf_counter() - begin
+        total = sum(getattr(found, f"{of}_size_in_bytes") for of in ("argument", "output", "temp"))
+        predicted = jp.inspect.memory(pipe, params, rows)["total"]
+        planned = plan.parts
+        if costs is not None:
+            sizes = layer_sizes(
+                parse_layout(plan.layout, devices=self.pipe),
+                plan.schedule,
+                costs,
+                remat=Remat.NONE,
+                replicas=Replicas(count=self.fsdp, fsdp=True),
+                max_active=max_active,
+            )
+            planned = memory_of(pipe.trace(params, rows).program.slots, sizes)
+        held = planned.total - planned.optimizer
+        return (
+            self.name,
+            f"{self.pipe} x {self.fsdp} x {self.model.tensor:g}",
+            f"{SCHEDULES[0]}, V {self.chunks}, M {self.microbatches}",
+            "once" if max_active is None else str(max_active),
+            *(f"{size / GIB:.1f}" for size in (found.temp_size_in_bytes, total, predicted, held)),
+            f"{seconds:.0f}",
+        )
+
+    def _mixed(self, plan: jp.planner.PipelinePlan) -> Compiled:
+        """That of a mixture; attention by blocks of 512 queries."""
+        case = replace(
+            MIXTURES[self.mixture],
+            schedule=SCHEDULES[0],
+            layout="Ed|dd|" + "tt|" * 28 + "t|tL",
+            microbatches=self.microbatches,
+            max_active=plan.max_active,
+        )
+        return *case.arguments(gpu_mesh), None
+
+    def _dense(self, plan: jp.planner.PipelinePlan) -> Compiled:
+        """That of a dense model; attention by blocks of 1,024 queries."""
         tensor, own = self.model.tensor > 1, self.model
-        plan, names = self.plan(SCHEDULES[0], max_active), ("pipe", "data", TENSOR)
+        names = ("pipe", "data", TENSOR)
         heads = own.width // 128
         sizes = Shape(own.width, heads, 8, 128, own.ffn, own.vocab, self.layers, block=1024)
         sizes = replace(sizes, time=own.context)
         used = (self.pipe, self.fsdp, int(own.tensor))[: 2 + tensor]
         mesh = gpu_mesh(used, names[: len(used)])
         model = Model(sizes, remat_layer=True, sequence=tensor, tensor=tensor)
-        pipe = jp.Pipeline(
-            model.by_letters(f"Et*{self.layers}L"),
-            plan.schedule,
-            mesh,
-            layout=plan.layout,
-            sharding=jp.Sharding(
-                data="data",
-                fsdp="data",
-                specs=layered_specs() if tensor else None,
-                max_active=max_active,
-            ),
+        lettered = model.by_letters(f"Et*{self.layers}L")
+        sharding = jp.Sharding(data="data", fsdp="data", specs=layered_specs() if tensor else None)
+        shapes = jax.eval_shape(layered, parameters(sizes, 1))
+        costs = jp.measure(
+            lettered,
+            shapes,
+            batch(replace(sizes, rows=self.fsdp), 1),
+            mesh=gpu_mesh((1, *used[1:]), names[: len(used)]),
+            sharding=sharding,
+            peak=jp.measuring.Peak(flops=H100, bandwidth=3e12),
         )
-        params = pipe.place(jax.eval_shape(layered, parameters(sizes, 1)))
+        assert isinstance(costs, dict)
+        sharding = replace(sharding, max_active=plan.max_active)
+        pipe = jp.Pipeline(lettered, plan.schedule, mesh, layout=plan.layout, sharding=sharding)
         split = NamedSharding(mesh, PartitionSpec("data"))
         rows = batch(replace(sizes, rows=self.fsdp), self.microbatches, split)
-        lowered, begin = pipe.lower(params, rows), perf_counter()
-        found = lowered.compile().memory_analysis()
-        seconds = perf_counter() - begin
-        total = sum(getattr(found, f"{of}_size_in_bytes") for of in ("argument", "output", "temp"))
-        predicted = jp.inspect.memory(pipe, params, rows)["total"]
-        held = plan.parts.total - plan.parts.optimizer
-        return (
-            self.name,
-            f"{self.pipe} x {self.fsdp} x {own.tensor:g}",
-            f"{SCHEDULES[0]}, V {self.chunks}, M {self.microbatches}",
-            "once" if max_active is None else str(max_active),
-            f"{found.temp_size_in_bytes / GIB:.1f}",
-            f"{total / GIB:.1f}",
-            f"{predicted / GIB:.1f}",
-            f"{held / GIB:.1f}",
-            f"{seconds:.0f}",
-        )
+        return pipe, pipe.place(shapes), rows, costs
 
     def rows(self) -> Iterator[Row]:
         """All stages of a device whole at once, and fewer of them."""
@@ -180,7 +217,7 @@ CASES = {
     "405b": Case(
         "Llama 3 405B", _llama(16384, 53248, 1 / 16, 8), 126, 16, 8, NETWORK, 4, 32, remat=LAYER
     ),
-    "v3": Case("DeepSeek-V3", _V3, 61, 16, 64, NETWORK, 2, 64, remat=LAYER),
+    "v3": Case("DeepSeek-V3", _V3, 61, 16, 64, NETWORK, 2, 64, remat=LAYER, mixture="v3"),
     # Replicas are on one host.
     "70b": Case("Llama 3 70B", _llama(8192, 28672, 1 / 8, 1), 80, 8, 8, HOST, 5, 16, remat=LAYER),
 }
@@ -209,7 +246,8 @@ NOTES = (
 COMPILED = "model  P x fsdp x T  table  max_active  temp  XLA  predicted  planned  compile"
 COMPILED_NOTES = (
     "GiB of a device without an optimizer.  XLA: arguments, results and temp of the compiled step; "
-    "predicted: `jaxpipe.inspect.memory`; planned: of the plan.",
+    "predicted: `jaxpipe.inspect.memory`; planned: of the planner,",
+    "from sizes of layers that are compiled alone; of DeepSeek-V3 by its sizes.",
     "compile: seconds, on a loaded machine.",
 )
 

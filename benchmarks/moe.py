@@ -76,6 +76,8 @@ class Case:
     capacity: float = 1.25
     loss_tokens: int = 512
     fsdp: str | None = None
+    max_active: int | None = None  # stages whose parameters are whole at a time
+    attention: Attention = Attention.BLOCKS
 
     @property
     def sizes(self) -> Any:
@@ -98,7 +100,9 @@ class Case:
         letters = "".join(sorted({*self.sizes.letters()}))
         return jp.parse_layout(self.layout, devices=self.pipe, letters=letters).stages
 
-    def arguments(self, described: Callable[..., Any]) -> tuple[jp.Pipeline, Any, Any]:
+    def arguments(
+        self, described: Callable[..., Any], executor: Any = None
+    ) -> tuple[jp.Pipeline, Any, Any]:
         """The pipeline, its parameters and a batch as shapes; `described` makes its mesh."""
         shape = {"pipe": self.pipe, "expert": self.expert, "data": self.data}
         shape = {name: size for name, size in shape.items() if size > 1 or name != "data"}
@@ -114,8 +118,15 @@ class Case:
                 devices=self.pipe,
                 letters="".join(sorted({*self.sizes.letters()})),
             ),
-            sharding=jp.Sharding(data=data, local="expert", fsdp=self.fsdp, specs=model.specs()),
+            sharding=jp.Sharding(
+                data=data,
+                local="expert",
+                fsdp=self.fsdp,
+                specs=model.specs(),
+                max_active=self.max_active,
+            ),
             memory=jp.Memory(remat="full" if self.remat is Remat.STAGE else None),
+            executor=executor,
         )
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.params), model.shapes())
         params = pipe.place(shapes)
@@ -128,7 +139,7 @@ class Case:
             sizes,
             jnp.bfloat16,
             self.remat,
-            Attention.BLOCKS,
+            self.attention,
             self.loss_tokens,
             expert="expert",
             capacity=self.capacity,
