@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree, accumulator_dtype, shape_of
 from ..errors import Fits, PipelineError, typed
-from ..jaxprs.equations import nbytes, reads, tiled_bytes
+from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
 from ..model.layers import OUTER, with_outer
@@ -31,7 +31,7 @@ from ..program.segments import Payload
 from ..spmd.emit import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.xla import compiled_alone, outer_specs
-from ..stage.code import RESIDUALS, StageCode, run
+from ..stage.code import RESIDUALS, run
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
 from ..storage.plan import PART, LeafPlan, leaf_plans, trained
@@ -342,9 +342,8 @@ def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
             if plan.gathers or is_copy:
                 share = math.prod(setup.mesh.shape[name] for name, _ in plan.gathers)
                 own = 0 if plan.frozen else gradient_bytes(setup, leaf)
-                # XLA gathers what is cast once a step after the cast.
-                stays = number in numbers or step.program.num_rooms > 0
-                found += share * (local_bytes(leaf) * stays + own)
+                # XLA gathers what is only cast, after the cast.
+                found += share * (local_bytes(leaf) * (number in numbers) + own)
     return found
 
 
@@ -356,23 +355,15 @@ def _read_in_ticks(step: TracedStep, params: Mapping[str, PyTree]) -> dict[str |
     found = defaultdict[str | int, set[int]](set)
     for key, end in (("first", code.first), ("last", code.last)):
         own = len(jax.tree.leaves(params[key]))
-        read = set() if end is None else _read(end)
+        read = [] if end is None else [*compress(count(), end.read)]
         found[key] |= {n for n in read if n < own}
         found["shared"] |= {n - own for n in read if n >= own}
     for chunk, held in enumerate(zip_longest(*layout.placement.stages_of)):
         for stage in {*held} - {None}:
             kind = code.kinds[code.kind_of[stage]]
-            places, read = kind.places(layout.held(stage, stages).places), _read(kind)
-            found[chunk] |= {place.at for n, place in enumerate(places) if n in read}
-            found["shared"] |= {n - len(places) for n in read if n >= len(places)}
-    return found
-
-
-def _read(code: StageCode) -> set[int]:
-    """The numbers of the parameters that the code's blocks read."""
-    first, found = len(code.consts), set[int]()
-    for jaxpr in (code.forward, code.evaluate, code.backward, code.input_grad, code.weight_grad):
-        found |= {*compress(count(), reads(jaxpr)[first : first + len(code.uses)])}
+            places = kind.places(layout.held(stage, stages).places)
+            found[chunk] |= {place.at for place in compress(places, kind.read)}
+            found["shared"] |= {*compress(count(), kind.read[len(places) :])}
     return found
 
 

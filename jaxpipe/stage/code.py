@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -162,6 +162,16 @@ class StageCode:
         a step.
         """
         return (*(True for _ in self.consts), *(use.once for use in self.uses))
+
+    @cached_property
+    def read(self) -> tuple[bool, ...]:
+        """For each parameter, whether blocks read it, and not only what is hoisted from it."""
+        blocks = (
+            *(self.forward, self.evaluate, self.recompute),
+            *(self.backward, self.input_grad, self.weight_grad),
+        )
+        own = slice(len(self.consts), len(self.known))
+        return tuple(map(any, zip_longest(*(reads(block)[own] for block in blocks))))
 
     def totals(self, numbers: range) -> dict[int, Any]:
         """The dtypes of the accumulators of its gradients, by the numbers of the results; in

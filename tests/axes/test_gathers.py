@@ -18,7 +18,11 @@ from jaxpipe.lowering.rooms import rooms_of
 from jaxpipe.program.ir import NOBODY
 from jaxpipe.transforms import Reduce
 from tests.axes.model import (
+    CLASSES,
+    FEATURES,
+    HIDDEN,
     SPECS,
+    WIDTH,
     batch,
     canonical,
     first,
@@ -30,7 +34,7 @@ from tests.axes.model import (
 )
 from tests.forms import gpu_form
 from tests.tiers import slow
-from tests.tolerance import FLOAT64
+from tests.tolerance import FLOAT64, apart, longest_chain
 
 M = 4
 SHARDED = jp.Sharding(data="data", fsdp="data")
@@ -327,6 +331,33 @@ def test_layers_of_letters(layers: str, layout: str | None) -> None:
     wanted_loss, wanted = jax.value_and_grad(model.loss)(params, batch(M))
     assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
     assert worst_error(like_truth(pipe.canonical(grads)), like_truth(wanted)) <= FLOAT64
+
+
+@pytest.mark.parametrize("most", [slow(None), 1], ids=["once", "in turn"])
+def test_weights_that_are_only_cast_are_not_whole(most: int | None) -> None:
+    """A room holds their casts, and an accumulator of each, of one stage or of both chunks."""
+
+    def casts(params: Any, x: Any) -> Any:
+        w = params["w"].astype(jnp.float32)
+        return x + jnp.tanh(x.astype(jnp.float32) @ w @ params["v"].astype(jnp.float32))
+
+    model = jp.Model(casts, first=first, last=last)
+    params = canonical(4)
+    params["stages"] = {name: params["stages"][name] for name in "wv"}
+    sharding = jp.Sharding(data="data", fsdp="data", max_active=most)
+    pipe = jp.Pipeline(model, PLAIN, mesh(), sharding=sharding)
+    loss, grads = pipe.value_and_grad(pipe.place(params), batch(M))
+    plain = jax.value_and_grad(model.loss)
+    wanted_loss, wanted = plain(params, batch(M))
+    bound = apart(longest_chain(plain, params, batch(M)), np.float32)
+    assert abs(loss - wanted_loss) <= bound * abs(wanted_loss)
+    assert worst_error(like_truth(pipe.canonical(grads)), like_truth(wanted)) <= bound
+    found = jp.inspect.memory(pipe, pipe.place(params), batch(M))
+    ends = 8 * (FEATURES * WIDTH + WIDTH * CLASSES)
+    stages, numbers = most or 2, 2 * WIDTH * HIDDEN
+    assert found["gathered"] == 2 * ends + stages * 8 * numbers
+    # XLA adds a pointer for each array
+    assert 0 <= found["hoisted"] - stages * 4 * numbers <= stages * 2 * 8
 
 
 def test_memory_counts_the_rooms() -> None:
