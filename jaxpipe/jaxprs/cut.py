@@ -1,5 +1,5 @@
 """Cut a flat jaxpr in two programs: the first runs early, and the values that cross to the second
-are the fewest bytes.  Values that are cheap are made again, also in the bodies of scans.
+are the fewest bytes.
 
 The first part has the equations that some outputs need, or that some inputs determine.  Of outputs
 that are computed in the same way one is enough.
@@ -7,16 +7,12 @@ that are computed in the same way one is enough.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import inf
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -26,14 +22,7 @@ from .equations import (
     NewVar,
     Pairs,
     Scan,
-    closed_jaxpr,
-    copied,
     every_equation,
-    is_fp8,
-    is_gather,
-    is_layout,
-    nbytes,
-    producers,
     reads,
     renamed,
     scan_counts,
@@ -41,163 +30,7 @@ from .equations import (
     variables,
     with_equations,
 )
-
-# Arithmetic that a consumer's fusion does for less than a load from memory.  Reductions and matmuls
-# are not among them: their results are kept, and they run once.
-_SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow", "one_minus_square"}
-_SIGNS = {"abs", "neg", "sign"}
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_CHOICES = {"max", "min", "clamp", "select_n", "and", "or", "not"}
-_COPIES = {"copy", "convert_element_type", "iota", "stop_gradient"}
-_ARITHMETIC = _SUMS | _SIGNS | _COMPARISONS | _CHOICES | _COPIES
-# Transcendental functions are for less only on devices with fast ones.
-_POWERS = {"exp", "exp2", "expm1", "log", "log1p", "pow", "sqrt", "rsqrt"}
-_FUNCTIONS = _POWERS | {"logistic", "tanh", "erf", "sin", "cos"}
-
-
-def is_arithmetic(eqn: core.JaxprEqn) -> bool:
-    """True for elementwise arithmetic and layout changes."""
-    return (
-        (is_layout(eqn) or eqn.primitive.name in _ARITHMETIC)
-        and not eqn.effects
-        and len(eqn.outvars) == 1
-    )
-
-
-def is_elementwise(eqn: core.JaxprEqn) -> bool:
-    """True for elementwise arithmetic, layout changes, and transcendental functions."""
-    return is_arithmetic(eqn) or eqn.primitive.name in _FUNCTIONS
-
-
-def is_light(eqn: core.JaxprEqn) -> bool:
-    """True for arithmetic, and for sums and maxima, which are smaller than what they are of.
-
-    The greatest cotangent goes into a scale of FP8: from it W needs the cotangent in one byte.
-    """
-    return is_arithmetic(eqn) or eqn.primitive.name in ("reduce_sum", "reduce_max")
-
-
-def is_view(eqn: core.JaxprEqn) -> bool:
-    """True for layout changes, for arithmetic that makes a value larger, and for arithmetic of
-    whole numbers and masks: of results that are computed once a step, all that is made again in
-    each microbatch.
-
-    Positions in the trips of a loop would take room for each trip.  A product of FP8 arrays
-    wants one order of their dims (`with_fp8_rows`), so a transpose of one is no layout change, but
-    a copy.
-    """
-    result: Any = eqn.outvars[0].aval
-    if not is_arithmetic(eqn) or is_layout(eqn):
-        return is_layout(eqn) and not (eqn.primitive.name == "transpose" and is_fp8(result))
-    is_larger = sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(result)
-    return is_larger or not jnp.issubdtype(result.dtype, jnp.inexact)
-
-
-def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
-    """Values that literals alone determine by elementwise arithmetic, such as masks made of iotas,
-    with the equations that make them, in order.
-    """
-    found: dict[core.Var, core.JaxprEqn] = {}
-    for eqn in eqns:
-        if is_arithmetic(eqn) and all(v in found for v in variables(eqn.invars)):
-            found[eqn.outvars[0]] = eqn
-    return found
-
-
-def cheapest(
-    needed: Iterable[core.Var],
-    eqns: Sequence[core.JaxprEqn],
-    at_hand: Callable[[core.Var], bool],
-    *,
-    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
-    prices: Mapping[core.Var, float] = MappingProxyType({}),
-) -> tuple[list[core.Var], list[core.JaxprEqn]]:
-    """The values to keep, and the equations that compute the needed values, in order, from these
-    and the values at hand: a minimum cut between values that must be computed early and values that
-    are needed late.  Every value weighs its bytes, times its price where it has one.
-
-    Values of numbers alone (an iota, a mask of zeros) are computed again, and so are results of
-    equations that `repeat` takes.
-
-    Source: min-cut rematerialisation in torch's AOTAutograd
-    (`min_cut_rematerialization_partition`) answers the same question.  Of equally small choices
-    this takes the one nearest to the needed values, which computes the least again.
-    """
-    needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
-    maker = {v: e for e in eqns for v in e.outvars}
-    numbers = numbers_of(eqns)
-    # A value is two nodes, (value, False) and (value, True), with its weight between them.
-    capacity: _Graph = defaultdict(lambda: defaultdict(float))
-    seen: set[core.Var] = set()
-    todo = list(needed)
-    for var in needed:
-        capacity[var, True][_SINK] = inf
-    while todo:
-        var = todo.pop()
-        if var in seen or at_hand(var):
-            continue
-        seen.add(var)
-        eqn = maker.get(var)
-        # Of equal choices an input is the better one: it is in memory, and need not be written.
-        capacity[var, False][var, True] = weight(var, eqn) * prices.get(var, 1.0) - (eqn is None)
-        if eqn is None or not (repeat(eqn) or var in numbers):
-            capacity[_SOURCE][var, False] = inf
-            continue
-        operands = [v for v in variables(eqn.invars) if not at_hand(v)]
-        for operand in operands:
-            capacity[operand, True][var, False] = inf
-        todo += operands
-    late = _sink_side(capacity)
-    stored = {v for v in seen if (v, True) in late and (v, False) not in late}
-    # Inputs first, in the order in which they are read, then values in that in which they are made:
-    # processes that run one program agree on it.
-    read = dict.fromkeys([*(v for e in eqns for v in variables(e.invars)), *needed])
-    inputs = [v for v in read if v in stored and v not in maker]
-    computed = [v for e in eqns for v in e.outvars if v in stored]
-    again = producers(needed, eqns, lambda v: v in stored or at_hand(v))
-    return [*inputs, *computed], again
-
-
-def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
-    """The price of keeping a value: its bytes.
-
-    A gathered value has twice the price: a device holds more of it than of the parts that it is
-    gathered from, by a factor that is not known here.
-    """
-    return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
-
-
-_FlowNode: TypeAlias = "tuple[core.Var | None, bool]"
-_Graph: TypeAlias = "defaultdict[_FlowNode, defaultdict[_FlowNode, float]]"
-_SOURCE: _FlowNode = (None, False)
-_SINK: _FlowNode = (None, True)
-
-
-def _sink_side(capacity: _Graph) -> set[_FlowNode]:
-    """Nodes that can still reach the sink when the flow is greatest: by shortest augmenting paths
-    (Edmonds and Karp 1972).  The capacities become what the flow leaves.
-    """
-    for a, after in list(capacity.items()):
-        for b in after:
-            capacity[b][a] += 0.0  # the way back
-    while True:
-        # For each node that can reach the sink, the next one on a shortest path.
-        following, todo = {_SINK: _SINK}, deque([_SINK])
-        while todo:
-            node = todo.popleft()
-            for other in capacity[node]:
-                if other not in following and capacity[other][node] > 0:
-                    following[other] = node
-                    todo.append(other)
-        if _SOURCE not in following:
-            return set(following)
-        path = [_SOURCE]
-        while path[-1] != _SINK:
-            path.append(following[path[-1]])
-        amount = min(capacity[a][b] for a, b in pairwise(path))
-        for a, b in pairwise(path):
-            capacity[a][b] -= amount
-            capacity[b][a] += amount
+from .min_cut import cheapest, is_arithmetic
 
 
 @dataclass(frozen=True)
@@ -472,123 +305,3 @@ def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jax
     mine = jaxpr.invars[start : start + len(same)]
     env = {mine[i]: mine[first] for i, first in enumerate(same) if i != first}
     return renamed(jaxpr.replace(invars=[v for v in jaxpr.invars if v not in env]), env)
-
-
-def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Make values of numbers alone inside the bodies of scans that read them.
-
-    As operands of a scan they would be whole arrays in memory.  JAX moves them out of scans when it
-    differentiates.
-    """
-    numbers = numbers_of(jaxpr.eqns)
-    eqns = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            consts, carries = scan_counts(eqn)
-            rows = variables(eqn.invars[consts + carries :])
-            whole = {v: v for v in variables(eqn.invars[:consts]) if v in numbers and v not in rows}
-            eqn = _remake(eqn, whole, list(numbers.values()), {}, {}, core.gensym())
-            body = eqn.params["jaxpr"]
-            inner = closed_jaxpr(into_scans(body.jaxpr), body.consts)
-            eqn = eqn.replace(params=eqn.params | {"jaxpr": inner})
-        eqns.append(eqn)
-    return jaxpr.replace(eqns=eqns)
-
-
-def keep_fewer_residuals(
-    jaxpr: core.Jaxpr,
-    forward: Sequence[bool],
-    *,
-    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
-) -> core.Jaxpr:
-    """Rewrite each scan of the forward whose stacked outputs feed scans of the backward: these make
-    again what equations give that `repeat` takes.
-
-    The equations stay as many; `forward` marks those of the forward.
-    """
-    eqns = list(jaxpr.eqns)
-    newvar = core.gensym()
-    for index in _marked(range(len(eqns)), forward):
-        if eqns[index].primitive.name != "scan":
-            continue
-        # Choose what this scan stacks, and change it and the scans that read its stacks.
-        eqn = eqns[index]
-        scan = Scan.of(eqn)
-        readers = _readers(jaxpr.replace(eqns=eqns), forward, [o for _, o in scan.ys])
-        ys = [(v, o) for v, o in scan.ys if isinstance(v, core.Var)]
-        moved = {o: v for v, o in ys if readers.get(o)}
-        fixed = {v: o for v, o in ys if o not in moved and not isinstance(o, core.DropVar)}
-        # Inputs of the whole step, and what another output stacks anyway, cost the backward
-        # nothing.
-        consts, xs = (
-            {v: a for a, v in pairs if isinstance(a, core.Literal) or a in jaxpr.invars}
-            for pairs in (scan.consts, scan.xs)
-        )
-        at_hand = {**fixed, **xs, **consts}
-        stored, again = cheapest(moved.values(), scan.eqns, at_hand.__contains__, repeat=repeat)
-        if set(stored) == set(moved.values()):
-            continue
-        names = {v: o for o, v in moved.items() if v in stored}
-        for v in stored:
-            names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
-        kept = [(v, o) for v, o in scan.ys if o not in moved]
-        eqns[index] = replace(scan, ys=[*kept, *names.items()]).equation()
-        for position in sorted({p for o in moved for p in readers[o]}):
-            eqns[position] = _remake(
-                eqns[position], moved, again, consts, {**names, **fixed, **xs}, newvar
-            )
-    return jaxpr.replace(eqns=eqns)
-
-
-def _readers(
-    jaxpr: core.Jaxpr, forward: Sequence[bool], outvars: Sequence[Any]
-) -> dict[Any, list[int]]:
-    """The positions of the scans of the backward that scan each stacked output, where nothing else
-    reads it.
-    """
-    found: dict[Any, list[int]] = {v: [] for v in outvars if v not in jaxpr.outvars}
-    for i, eqn in enumerate(jaxpr.eqns):
-        scans = eqn.primitive.name == "scan" and not forward[i]
-        whole = sum(scan_counts(eqn)) if scans else len(eqn.invars)
-        for v in variables(eqn.invars[:whole]):
-            found.pop(v, None)
-        for v in variables(eqn.invars[whole:]):
-            if v in found:
-                found[v].append(i)
-    return found
-
-
-def _remake(
-    eqn: core.JaxprEqn,
-    moved: Mapping[core.Var, core.Var],
-    again: Sequence[core.JaxprEqn],
-    consts: Mapping[core.Var, Atom],
-    xs: Mapping[core.Var, Atom],
-    newvar: NewVar,
-) -> core.JaxprEqn:
-    """A scan that makes the values of `moved` operands at the head of its body.
-
-    The equations `again` make them from what these `consts` and `xs` of the scan give.
-    """
-    scan = Scan.of(eqn)
-    operands = (*scan.consts, *scan.xs)
-    values = {v: moved[a] for a, v in operands if isinstance(a, core.Var) and a in moved}
-    if not values:
-        return eqn
-    head = producers(values.values(), again, lambda v: v in consts or v in xs)
-    computed = {v for e in head for v in e.outvars}
-    inputs = [v for e in head for v in variables(e.invars)]
-    env = {
-        v: newvar(v.aval) for v in dict.fromkeys([*inputs, *values.values()]) if v not in computed
-    }
-    extra_consts = [(consts[v], inner) for v, inner in env.items() if v in consts]
-    extra_xs = [(xs[v], inner) for v, inner in env.items() if v not in consts]
-    made = copied(head, env, newvar)
-    body = renamed(eqn.params["jaxpr"].jaxpr, {v: env[value] for v, value in values.items()})
-    scan = Scan.of(eqn.replace(params=eqn.params | {"jaxpr": closed_jaxpr(body)}))
-    return replace(
-        scan,
-        eqns=[*made, *scan.eqns],
-        consts=[*extra_consts, *((a, v) for a, v in scan.consts if v not in values)],
-        xs=[*((a, v) for a, v in scan.xs if v not in values), *extra_xs],
-    ).equation()

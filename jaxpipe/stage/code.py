@@ -32,20 +32,7 @@ from jax.extend import core
 
 from ..arrays import Leaves
 from ..errors import PipelineError
-from ..jaxprs.cut import (
-    cut,
-    drop_dead,
-    equal_outputs,
-    into_scans,
-    is_arithmetic,
-    is_elementwise,
-    is_light,
-    is_view,
-    keep_fewer_residuals,
-    keep_first,
-    known_from,
-    needed_for,
-)
+from ..jaxprs.cut import cut, drop_dead, equal_outputs, keep_first, known_from, needed_for
 from ..jaxprs.equations import (
     ClosedJaxpr,
     closed_jaxpr,
@@ -54,7 +41,9 @@ from ..jaxprs.equations import (
     reads,
     results_of,
 )
+from ..jaxprs.min_cut import is_arithmetic, is_elementwise, is_light, is_view
 from ..jaxprs.products import with_fp8_rows, with_wide_products
+from ..jaxprs.residuals import into_scans, keep_fewer_residuals
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
 from ..storage.table import Places

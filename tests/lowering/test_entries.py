@@ -12,9 +12,10 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jaxpipe.jaxprs.cut import cheapest, into_scans
 from jaxpipe.jaxprs.entry import Entry, Part, Piece, Slot, Total
 from jaxpipe.jaxprs.equations import scan_counts
+from jaxpipe.jaxprs.min_cut import cheapest
+from jaxpipe.jaxprs.residuals import into_scans
 from jaxpipe.jaxprs.slots import InSlots, run_in_slots
 from jaxpipe.stage.trace import trace_stage
 from jaxpipe.table.effects import Place
