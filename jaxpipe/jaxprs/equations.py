@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from jax import core as jax_core
 from jax._src import flattree
 from jax.extend import core
 from jax.extend.core.primitives import convert_element_type_p
+
+from ..arrays import Leaves, PyTree
+
+T = TypeVar("T")
 
 Atom: TypeAlias = core.Var | core.Literal
 NewVar: TypeAlias = Callable[[Any], core.Var]
@@ -67,6 +71,23 @@ def with_bodies(params: Any, change: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
     if all(new[key] is old[key] for key in old):
         return params
     return new if type(params) is dict else tuple(new.values())
+
+
+def with_each(
+    jaxpr: core.Jaxpr, change: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]
+) -> core.Jaxpr:
+    """The jaxpr with what `change` puts in the place of each equation; the same object where it
+    gives them back, so that calls stay shared.
+    """
+    eqns = [new for eqn in jaxpr.eqns for new in change(eqn)]
+    same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def with_inner(eqn: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]) -> core.JaxprEqn:
+    """The equation with each of its jaxprs changed; the same object where nothing changes."""
+    params = with_bodies(eqn.params, change)
+    return eqn if params is eqn.params else eqn.replace(params=params)
 
 
 def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
@@ -204,18 +225,41 @@ def results_of(code: ClosedJaxpr, *arguments: Any) -> list[Any]:
 
 
 def traced_once(
-    function: Callable[..., Any], *arguments: Any
+    function: Callable[..., Any],
+    *arguments: Any,
+    change: Callable[[core.Jaxpr], core.Jaxpr] = lambda jaxpr: jaxpr,
 ) -> tuple[Callable[..., Any], ClosedJaxpr]:
-    """A function that does the same for arguments of these shapes by its jaxpr, so that Python runs
-    the given one once; and the jaxpr.
+    """A function that does the same for arguments of these shapes by its jaxpr, which is changed,
+    so that Python runs the given one once; and the jaxpr.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    closed = closed_jaxpr(change(closed.jaxpr), closed.consts)
     tree = jax.tree.structure(shapes)
 
     def call(*arguments: Any) -> Any:
         return jax.tree.unflatten(tree, results_of(closed, *jax.tree.leaves(arguments)))
 
     return call, closed
+
+
+def by_leaves(
+    function: Callable[..., T], arguments: tuple[PyTree, ...], wanted: Sequence[bool]
+) -> tuple[Callable[[Leaves], T], Leaves]:
+    """The function of the wanted leaves of its arguments alone, and these leaves."""
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def call(values: Leaves) -> T:
+        new = iter(values)
+        whole = [next(new) if w else leaf for leaf, w in zip(leaves, wanted, strict=True)]
+        return function(*jax.tree.unflatten(tree, whole))
+
+    return call, [leaf for leaf, w in zip(leaves, wanted, strict=True) if w]
+
+
+def with_inputs(closed: ClosedJaxpr) -> core.Jaxpr:
+    """The jaxpr without constants: they are its first inputs."""
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
@@ -229,6 +273,7 @@ def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[A
     return core.jaxpr_as_fun(closed_jaxpr(single))(*named.values())
 
 
+COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev"}
 _LAYOUT = _SHAPES | {"copy", "copy_p", "slice", "dynamic_slice"}
 
@@ -370,20 +415,14 @@ class Reductions:
     widen: bool
 
     def within(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        """The jaxpr with its reductions changed, also in loops, branches and calls.
-
-        It is the same object where there is nothing to change, so that calls stay shared.
-        """
-        eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
-        same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
-        return jaxpr if same else jaxpr.replace(eqns=eqns)
+        """The jaxpr with its reductions changed, also in loops, branches and calls."""
+        return with_each(jaxpr, self._equations)
 
     def _equations(self, eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
-        params = with_bodies(eqn.params, self.within)
-        if eqn.primitive.name in _ALL_REDUCES and not self.alone.isdisjoint(params["axes"]):
-            axes = tuple(name for name in params["axes"] if name not in self.alone)
-            params = params | {"axes": axes}
-        eqn = eqn if params is eqn.params else eqn.replace(params=params)
+        eqn = with_inner(eqn, self.within)
+        if eqn.primitive.name in _ALL_REDUCES and not self.alone.isdisjoint(eqn.params["axes"]):
+            axes = tuple(name for name in eqn.params["axes"] if name not in self.alone)
+            eqn = eqn.replace(params=eqn.params | {"axes": axes})
         inputs, outputs = (
             {id(a): a for a in atoms if _is_narrow(a)} for atoms in (eqn.invars, eqn.outvars)
         )

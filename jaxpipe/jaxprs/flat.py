@@ -19,6 +19,7 @@ from .equations import (
     scan_params,
     substituted,
     with_bodies,
+    with_inputs,
 )
 from .loops import counting
 
@@ -103,13 +104,12 @@ def _inlined(closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
         else:
             if eqn.primitive.name == "scan":
                 flat = flatten(params["jaxpr"])
-                inner, inputs = flat.jaxpr, [*flat.consts, *inputs]
-                opened = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
+                inputs = [*flat.consts, *inputs]
                 consts, carry = scan_counts(eqn)
                 counts = consts + len(flat.consts), carry, len(eqn.invars) - consts - carry
-                params = params | {"jaxpr": closed_jaxpr(opened)}
+                params = params | {"jaxpr": closed_jaxpr(with_inputs(flat))}
                 params = params | scan_params(*counts, len(eqn.outvars) - carry)
-                eqn = eqn.replace(invars=[*inner.constvars, *eqn.invars], params=params)
+                eqn = eqn.replace(invars=[*flat.jaxpr.constvars, *eqn.invars], params=params)
             outs = bind(jaxpr, eqn, inputs)
         env.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -12,35 +12,33 @@ import numpy as np
 from jax.extend import core
 
 from .equations import (
+    COMPARISONS,
     ClosedJaxpr,
+    by_leaves,
     closed_jaxpr,
     copied,
     producers,
-    results_of,
     substituted,
+    traced_once,
     variables,
-    with_bodies,
+    with_each,
+    with_inner,
 )
-
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 
 def counting(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The jaxpr in which the condition of every `while` compares numbers, also in loops, branches
-    and calls.  It is the same object where there is nothing to change.
+    and calls.
 
     A WHILE node of a CUDA graph reads a condition that is only a flag of the carry before the body
     has written it (known_faults.json).  Such a loop gets one more number in its carry, the count of
     its trips, and the condition `flag & (trips >= 0)`.
     """
-    eqns = [new for eqn in jaxpr.eqns for new in _counting(eqn)]
-    same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
+    return with_each(jaxpr, _counting)
 
 
 def _counting(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
-    params = with_bodies(eqn.params, counting)
-    eqn = eqn if params is eqn.params else eqn.replace(params=params)
+    eqn = with_inner(eqn, counting)
     if eqn.primitive.name != "while" or _compares(eqn.params["cond_jaxpr"].jaxpr):
         yield eqn
         return
@@ -65,7 +63,7 @@ def _counting(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
 def _compares(condition: core.Jaxpr) -> bool:
     """Whether the condition depends on a comparison of numbers."""
     needed = producers(variables(condition.outvars), condition.eqns)
-    return any(eqn.primitive.name in _COMPARISONS and _reads_numbers(eqn) for eqn in needed)
+    return any(eqn.primitive.name in COMPARISONS and _reads_numbers(eqn) for eqn in needed)
 
 
 def _reads_numbers(eqn: core.JaxprEqn) -> bool:
@@ -100,18 +98,10 @@ def with_counted_loops(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        varies = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
-
-        def of_tracers(*values: Any) -> Any:
-            given = iter(values)
-            whole = [next(given) if v else leaf for v, leaf in zip(varies, leaves, strict=True)]
-            args, kwargs = jax.tree.unflatten(tree, whole)
-            return function(*args, **kwargs)
-
-        tracers = [leaf for v, leaf in zip(varies, leaves, strict=True) if v]
-        closed, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
-        changed = closed_jaxpr(counting(closed.jaxpr), closed.consts)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results_of(changed, *tracers))
+        varies = [isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))]
+        of_tracers, tracers = by_leaves(
+            lambda args, kwargs: function(*args, **kwargs), (args, kwargs), varies
+        )
+        return traced_once(of_tracers, tracers, change=counting)[0](tracers)
 
     return call

@@ -14,16 +14,15 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax.extend import core
 
-from .equations import is_fp8, is_gather, is_layout, nbytes, producers, variables
+from .equations import COMPARISONS, is_fp8, is_gather, is_layout, nbytes, producers, variables
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Reductions and matmuls
 # are not among them: their results are kept, and they run once.
 _SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow", "one_minus_square"}
 _SIGNS = {"abs", "neg", "sign"}
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _CHOICES = {"max", "min", "clamp", "select_n", "and", "or", "not"}
 _COPIES = {"copy", "convert_element_type", "iota", "stop_gradient"}
-_ARITHMETIC = _SUMS | _SIGNS | _COMPARISONS | _CHOICES | _COPIES
+_ARITHMETIC = _SUMS | _SIGNS | COMPARISONS | _CHOICES | _COPIES
 # Transcendental functions are for less only on devices with fast ones.
 _POWERS = {"exp", "exp2", "expm1", "log", "log1p", "pow", "sqrt", "rsqrt"}
 _FUNCTIONS = _POWERS | {"logistic", "tanh", "erf", "sin", "cos"}

@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.extend.core.primitives import dot_general_p
 
 from .cut import known_from
-from .equations import NewVar, is_fp8, scan_counts, substituted, variables, with_bodies
+from .equations import NewVar, is_fp8, scan_counts, substituted, variables, with_each, with_inner
 from .loops import traced
 
 _WIDE = jnp.dtype(jnp.float32)
@@ -65,8 +65,6 @@ def with_wide_products(
 def with_fp8_rows(jaxpr: core.Jaxpr, known: Sequence[bool]) -> core.Jaxpr:
     """The jaxpr in which FP8 products sum over the last dims of those operands that the inputs
     `known` determine, also in scans: an equation transposes those that lie otherwise.
-
-    It is the same object where there is nothing to change.
     """
     determined = known_from(jaxpr, known)[1]
 
@@ -75,16 +73,13 @@ def with_fp8_rows(jaxpr: core.Jaxpr, known: Sequence[bool]) -> core.Jaxpr:
         if eqn.primitive.name == "scan":
             consts, carries = scan_counts(eqn)
             fixed[consts : consts + carries] = [False] * carries
-            params = with_bodies(eqn.params, lambda body: with_fp8_rows(body, fixed))
-            return [eqn if params is eqn.params else eqn.replace(params=params)]
+            return [with_inner(eqn, lambda body: with_fp8_rows(body, fixed))]
         if eqn.primitive is not dot_general_p or not all(is_fp8(v.aval) for v in eqn.invars):
             return [eqn]
         *turns, dot = traced(partial(_of_rows, eqn.params, fixed), *eqn.invars)[0]
         return [*turns, eqn.replace(invars=dot.invars, params=dot.params)] if turns else [eqn]
 
-    eqns = [new for eqn in jaxpr.eqns for new in changed(eqn)]
-    same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
-    return jaxpr if same else jaxpr.replace(eqns=eqns)
+    return with_each(jaxpr, changed)
 
 
 def _of_rows(params: dict[str, Any], turned: Sequence[bool], *operands: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree, zeros_of
 from ..jaxprs.entry import Entry
-from ..jaxprs.equations import Reductions, closed_jaxpr
+from ..jaxprs.equations import Reductions, traced_once
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
 from ..stage.code import (
@@ -132,10 +131,7 @@ def mapped(
     changes = Reductions(single, widen=on_cpus)
 
     def call(*arguments: PyTree) -> PyTree:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        changed = closed_jaxpr(changes.within(closed.jaxpr), closed.consts)
-        results = core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return traced_once(function, *arguments, change=changes.within)[0](*arguments)
 
     is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
     return jax.shard_map(

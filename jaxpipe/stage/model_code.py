@@ -23,11 +23,13 @@ from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
     AXIS_INDEX,
     Atom,
+    by_leaves,
     collectives,
     every_equation,
     reads,
     traced_once,
     uses_of_axes,
+    with_inputs,
 )
 from ..jaxprs.flat import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
@@ -42,7 +44,7 @@ from ..table.schedule import Schedule, named
 from .code import RESIDUALS, ParamUse, StageCode, cut_last, inexact
 from .counts import check_count
 from .setup import Inputs, Setup
-from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
+from .trace import trace_last, trace_spread_first, trace_stage
 
 # The parameters (a stage's own and the shared ones), x, and the further arguments.
 _Arguments: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
@@ -103,8 +105,8 @@ def _tangents(call: _Stage, inputs: _Arguments, trained: Sequence[bool]) -> tupl
         return derivative(directions)
 
     _, moving = by_leaves(call, arguments, moves)
-    flat = flatten(jax.make_jaxpr(tangents)(arguments, extra, moving)).jaxpr
-    return flat.replace(constvars=[], invars=[*flat.constvars, *flat.invars]), len(moving)
+    flat = flatten(jax.make_jaxpr(tangents)(arguments, extra, moving))
+    return with_inputs(flat), len(moving)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
     ClosedJaxpr,
+    by_leaves,
     closed_jaxpr,
     copied,
     producers,
@@ -32,6 +33,7 @@ from ..jaxprs.equations import (
     traced_once,
     variables,
     with_equations,
+    with_inputs,
 )
 from ..jaxprs.flat import flatten, stores_on_host
 from ..jaxprs.layers import in_layers
@@ -180,20 +182,6 @@ def trace_stage(
     return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
-def by_leaves(
-    function: Callable[..., Any], arguments: tuple[PyTree, ...], wanted: Sequence[bool]
-) -> tuple[Callable[[Leaves], Any], Leaves]:
-    """The function of the wanted leaves of its arguments alone, and these leaves."""
-    leaves, tree = jax.tree.flatten(arguments)
-
-    def call(values: Leaves) -> Any:
-        new = iter(values)
-        whole = [next(new) if w else leaf for leaf, w in zip(leaves, wanted, strict=True)]
-        return function(*jax.tree.unflatten(tree, whole))
-
-    return call, [leaf for leaf, w in zip(leaves, wanted, strict=True) if w]
-
-
 def no_gradient(leaf: Any) -> Any:
     """A cotangent of zeros, of the dtype that JAX wants for the leaf."""
     return np.zeros(leaf.shape, leaf.dtype if inexact(leaf) else jax.dtypes.float0)
@@ -309,9 +297,7 @@ def _trace_at_once(
 
     traced, (results, _) = jax.make_jaxpr(whole, return_shape=True)(params, x, extra, late)
     flat = flatten(traced)
-    jaxpr = _without_axes(
-        flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
-    )
+    jaxpr = _without_axes(with_inputs(flat))
     code = StageCode(
         consts=tuple(flat.consts),
         uses=tuple(uses),
