@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from .arrays import (
-    Params,
     PyTree,
     StepResults,
     accumulator_dtype,
@@ -28,12 +27,14 @@ from .arrays import (
     zeros_of,
 )
 from .errors import PipelineError
+from .model.arguments import StepArguments
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
 from .model.keys import shard_key
 from .model.layers import OUTER
 from .model.replaced import ADDED
+from .model.settings import has
 from .program.ir import Program, Step, interpret
 from .program.verify import verify
 from .spmd.step import merged_state, scaled_loss, totals
@@ -67,7 +68,7 @@ class EagerExecutor:
 
     compiles = False
 
-    def prepare(self, setup: Setup, *_arguments: PyTree) -> _EagerStep:
+    def prepare(self, setup: Setup, _given: StepArguments) -> _EagerStep:
         """The step; its functions are not traced before it runs."""
         sliced = setup.functions.slices > 1 and not setup.functions.room  # of a cache
         liveness = Liveness.of_slices() if sliced else Liveness()
@@ -81,33 +82,24 @@ class _EagerStep:
     setup: Setup
     program: Program
 
-    def run(
-        self,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
-        scale: Any,
-    ) -> StepResults:
+    def run(self, given: StepArguments) -> StepResults:
         """The results and gradients; PipelineError under `jax.jit`, since an eager program needs
         numbers.
         """
         setup = self.setup
-        arguments = jax.tree.leaves((params, batch, rng, state, scale))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in arguments):
+        if has(given, jax.core.Tracer):
             raise PipelineError(
                 "the eager executor runs one operation after the other and cannot be traced: "
                 "call the step outside of jax.jit and `pipe.jit`; `lower` and "
                 "`jaxpipe.inspect` need a pipeline without executor="
             )
-        held = params, batch, state, scale
-        params, batch, state, scale = jax.tree.map(partial(with_words, np.asarray), held)
+        held = jax.tree.map(partial(with_words, np.asarray), given._replace(rng=None))
         count, shards = setup.data_size, list[_Shard]()
         for number in range(count):
             own = partial(_part, number=number, count=count)
-            rows = map_rows(own, batch, setup.functions.whole)
-            key = shard_key(rng, number, count)
-            shards.append(_Shard(setup, params, rows, key, state, scale, shards))
+            rows = map_rows(own, held.batch, setup.functions.whole)
+            key = shard_key(given.rng, number, count)
+            shards.append(_Shard(setup, held._replace(batch=rows, rng=key), shards))
         for shard in shards:
             interpret(self.program, shard)
         return _finished(shards)
@@ -118,16 +110,8 @@ class _Shard:
     a stash is the gradient itself.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: PyTree,
-        scale: Any,
-        every: list[_Shard],
-    ) -> None:
+    def __init__(self, setup: Setup, given: StepArguments, every: list[_Shard]) -> None:
+        params, batch, rng, state, scale = given
         self.scale, self.every = scale, every  # the factor of the loss; all data shards
         self.counted: StageCode | None = None  # traced with its first input
         self.seed: Any = None  # the cotangent of one microbatch's loss, from then on

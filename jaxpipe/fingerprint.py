@@ -22,6 +22,7 @@ from jax.extend import core
 from .arrays import PyTree, described
 from .errors import PipelineError
 from .jaxprs.equations import every_equation
+from .model.arguments import StepArguments
 from .version import __version__
 
 _MOST = 400  # characters of an entry
@@ -97,7 +98,7 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     compare(texts, range(jax.process_count()))
 
 
-def compare_first_step(steps: Any, arguments: Sequence[PyTree], step: Any) -> None:
+def compare_first_step(steps: Any, given: StepArguments, step: Any) -> None:
     """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
     Raises:
@@ -107,11 +108,10 @@ def compare_first_step(steps: Any, arguments: Sequence[PyTree], step: Any) -> No
     processes = sorted({device.process_index for device in devices})
     if len(processes) == 1:
         return
-    params, batch, rng, state, scale = arguments
-    own = {"rng": rng, "state": state, "scale": scale}
+    own = {"rng": given.rng, "state": given.state, "scale": given.scale}
     more = {name: _tree(tree) for name, tree in own.items()} | code_texts(step)
     call = "a step" if step.setup.training else "forwards alone"
-    compare({"call": call} | _of_steps(steps, params, batch, more), processes)
+    compare({"call": call} | _of_steps(steps, given.params, given.batch, more), processes)
 
 
 def code_texts(step: Any) -> dict[str, str]:

@@ -20,6 +20,7 @@ from .layouts.layout import Layout
 from .lowering.rooms import rooms_of, with_rooms
 from .lowering.target import Target
 from .model.arguments import (
+    StepArguments,
     check_costs,
     donated_faults,
     key_faults,
@@ -463,17 +464,17 @@ class Pipeline:
     @contextmanager
     def _arguments(
         self, params: Params, batch: PyTree, rng: Any, state: ChunkState, scale: Any = None
-    ) -> Iterator[tuple[Any, ...]]:
+    ) -> Iterator[StepArguments]:
         """The arguments of a step, on the pipeline's own mesh.  What JAX cannot take is named by
         its place in them.
         """
-        given = params, batch, rng, state, scale
-        arguments: tuple[Any, ...] = jax.tree.map(partial(on_own_mesh, self.mesh), given)
-        PipelineError.refuse("", [*key_faults(rng), *donated_faults(*arguments)])
+        given = StepArguments(params, batch, rng, state, scale)
+        arguments: StepArguments = jax.tree.map(partial(on_own_mesh, self.mesh), given)
+        PipelineError.refuse("", [*key_faults(rng), *donated_faults(arguments)])
         try:
             yield arguments
         except TypeError:
-            self._steps.check(*arguments)
+            self._steps.check(arguments)
             raise
 
     def _evaluated(

@@ -24,7 +24,7 @@ from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.rooms import rooms_of
 from .lowering.target import Target
-from .model.arguments import key_faults, scale_faults
+from .model.arguments import StepArguments, key_faults, scale_faults
 from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
 from .model.functions import Functions
 from .model.layers import with_outer
@@ -47,18 +47,8 @@ class PreparedStep(Protocol):
     def setup(self) -> Setup:
         """What is known of it besides arrays."""
 
-    def run(
-        self,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
-        scale: Any,
-    ) -> StepResults:
-        """The results, and gradients laid out like the parameters, {} without any.  It takes placed
-        parameters, a batch of leaves [rows, ...], the step's key or None, the stages' placed state
-        or (), and the factor of the loss or None.
-        """
+    def run(self, given: StepArguments) -> StepResults:
+        """The results, and gradients laid out like the parameters, {} without any."""
 
 
 @runtime_checkable
@@ -69,7 +59,7 @@ class Executor(Protocol):
     def compiles(self) -> bool:
         """Whether its steps are traced and compiled; otherwise they are called directly."""
 
-    def prepare(self, setup: Setup, *arguments: PyTree) -> PreparedStep:
+    def prepare(self, setup: Setup, given: StepArguments) -> PreparedStep:
         """The step for arguments of these shapes."""
 
 
@@ -155,13 +145,13 @@ class StepRunner:
         mesh = self.partition.mesh
         if step is None:
             step = self.prepare(call, *arguments)
-            self._compare(arguments, step)
-        params, *rest = with_outer(arguments[0]), *arguments[1:]
+            self._compare(StepArguments(*arguments), step)
+        given = _with_outer(arguments)
         if self.executor.compiles:
             with own_context(mesh):
-                found = step.run(*jax.tree.map(as_automatic, (params, *rest)))
+                found = step.run(jax.tree.map(as_automatic, given))
         else:
-            found = step.run(params, *rest)
+            found = step.run(given)
             with own_context(mesh):
                 found = jax.device_put(found, step.setup.shardings)
         results, grads = in_context(mesh, found, step.setup.shardings)
@@ -171,14 +161,14 @@ class StepRunner:
         """The step of a call on arguments of these shapes, of which the back end has made all that
         needs no numbers.
         """
-        setup, params = self._setup(call, *arguments, clock=clock), with_outer(arguments[0])
+        setup = self._setup(call, StepArguments(*arguments), clock)
         with own_context(self.partition.mesh):
-            return self.executor.prepare(setup, params, *arguments[1:])
+            return self.executor.prepare(setup, _with_outer(arguments))
 
-    def _setup(self, call: Call, *arguments: PyTree, clock: Clock | None) -> Setup:
+    def _setup(self, call: Call, given: StepArguments, clock: Clock | None) -> Setup:
         """What is known of a call without numbers; PipelineError where it cannot be done."""
         functions = replace(self.functions, training=call in (Call.STEP, Call.LOSS))
-        batch, training = arguments[1], call is Call.STEP
+        batch, training = given.batch, call is Call.STEP
         if call is Call.OUTPUTS:
             functions = functions.returning_outputs()
             if isinstance(batch, Positioned):
@@ -190,13 +180,12 @@ class StepRunner:
                 f"{named(self.schedule)} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
-        plans, own = self.check(*arguments, whole=training), self.partition
+        plans, own = self.check(given, whole=training), self.partition
         functions = functions.over(own.axis, own.sizes(plans))
         plan = self.plan if training else self._forward_plan(call, batch)
         if plan.ticks.rooms is not None:
-            stages, state = arguments[0]["stages"], arguments[3]
-            faults = room_faults(stages, "parameters", "place")
-            faults += room_faults(state, "state", "place_state")
+            faults = room_faults(given.params["stages"], "parameters", "place")
+            faults += room_faults(given.state, "state", "place_state")
             PipelineError.refuse(_REFUSED, faults)
         split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
         return Setup(
@@ -211,12 +200,12 @@ class StepRunner:
             clock=clock,
         )
 
-    def _compare(self, arguments: Sequence[PyTree], step: PreparedStep) -> None:
+    def _compare(self, given: StepArguments, step: PreparedStep) -> None:
         """Compare the step with those of the other processes, the first time."""
         if self.compared or not self.executor.compiles:
             return
         self.compared = True
-        compare_first_step(self, arguments, step)
+        compare_first_step(self, given, step)
 
     def check_last(self, what: str) -> None:
         """PipelineError without a `last`."""
@@ -226,21 +215,13 @@ class StepRunner:
                 "microbatch) -> scalar)"
             )
 
-    def check(
-        self,
-        params: Any,
-        batch: PyTree,
-        rng: Any,
-        state: Any,
-        scale: Any = None,
-        *,
-        whole: bool = True,
-    ) -> dict[str, PyTree]:
+    def check(self, given: StepArguments, *, whole: bool = True) -> dict[str, PyTree]:
         """The plans of parameters; PipelineError, before anything is traced, for those that are not
         placed for this schedule or rows that do not divide; `whole`: into all microbatches of the
         schedule.
         """
         table, layout = self.schedule, self.partition.layout
+        params, batch, rng, state, scale = given
         cached = isinstance(batch, Positioned)
         batch = batch.batch if cached else batch
         count = self.sequences if whole or cached else 1
@@ -271,7 +252,7 @@ class StepRunner:
         if not isinstance(length, int) or length < 1:
             faults.append(f"length must be a whole number of at least 1, not {length!r}")
         PipelineError.refuse("there is no cache for this batch", faults)
-        plans = self.check(params, batch, None, ())
+        plans = self.check(StepArguments(params, batch))
         own, stages = self.partition, range(self.schedule.num_stages)
         functions = replace(self.functions, training=False).with_cache(length)
         functions = functions.over(own.axis, own.sizes(plans))
@@ -381,6 +362,11 @@ def key_of(settings: Any) -> Any:
             return type(settings), key_of(vars(settings))
         return object()
     return settings
+
+
+def _with_outer(arguments: Sequence[PyTree]) -> StepArguments:
+    """The arguments of a step, with an empty tree for parameters that the model does not have."""
+    return StepArguments(with_outer(arguments[0]), *arguments[1:])
 
 
 class Compiled:

@@ -7,16 +7,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import (
-    PyTree,
-    without_numpy,
-)
+from ..arrays import Params, PyTree, without_numpy
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
@@ -27,6 +24,17 @@ from .calls import Function
 from .functions import Ledger
 from .layers import EMBEDDING, LOSS, LayerMap
 from .model import Model
+
+
+class StepArguments(NamedTuple):
+    """The arguments of a step: arrays, or their shapes."""
+
+    params: Params  # placed
+    batch: PyTree  # leaves [rows, ...]
+    rng: jax.Array | None = None  # the step's key
+    state: PyTree = ()  # the stages' own, placed; or those of a cache
+    scale: jax.Array | float | None = None  # a factor of the loss
+
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -166,20 +174,15 @@ def scale_faults(scale: Any) -> list[str]:
     return [f"scale must be a number or a scalar array, a factor of the loss, not {what}"]
 
 
-def donated_faults(params: Any, batch: Any, rng: Any, state: Any, scale: Any = None) -> list[str]:
+def donated_faults(given: StepArguments) -> list[str]:
     """Arguments whose arrays are gone: XLA may end the process where they are read."""
-    cached = isinstance(batch, Positioned)
-    named = {"params": params, "batch": batch, "rng": rng, "cache" if cached else "state": state}
-    named["scale"] = scale
-    gone = {
-        name: sum(map(_is_deleted, jax.tree.leaves(tree)))
-        for name, tree in named.items()
-        if any(map(_is_deleted, jax.tree.leaves(tree)))
-    }
+    names = {"state": "cache"} if isinstance(given.batch, Positioned) else {}
     return [
-        f"{count} arrays of {name} are deleted: a call that donates them (donate_argnums=) was "
-        "given them before; go on with what that call returned, or do not donate them"
-        for name, count in gone.items()
+        f"{count} arrays of {names.get(name, name)} are deleted: a call that donates them "
+        "(donate_argnums=) was given them before; go on with what that call returned, or do not "
+        "donate them"
+        for name, tree in given._asdict().items()
+        if (count := sum(map(_is_deleted, jax.tree.leaves(tree))))
     ]
 
 

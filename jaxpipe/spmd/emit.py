@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..arrays import Params, PyTree, StepResults
+from ..arrays import StepResults
 from ..errors import PipelineError
 from ..lowering.target import Form
+from ..model.arguments import StepArguments
 from ..model.settings import is_explicit
 from ..program.ir import Program
 from ..stage.model_code import ModelCode, lower, trace
@@ -53,15 +54,15 @@ class SpmdExecutor:
     form: Form | None = None
     compiles: ClassVar[bool] = True
 
-    def prepare(self, setup: Setup, *arguments: PyTree) -> TracedStep:
+    def prepare(self, setup: Setup, given: StepArguments) -> TracedStep:
         """Trace the model for these arguments, or for their shapes, and make the program."""
         setup = replace(setup, target=replace(setup.target, own_form=self.form))
-        shapes = setup.shapes(*arguments)
+        shapes = setup.shapes(*given)
         code = trace(setup, shapes)
         if (
             setup.mesh.size > 1
             and code.partitions
-            and any(map(is_explicit, jax.tree.leaves(arguments)))
+            and any(map(is_explicit, jax.tree.leaves(given)))
         ):
             raise PipelineError(_TWO_MESHES)
         entries = split_entries(setup, code, shapes.owned)
@@ -91,22 +92,15 @@ class TracedStep:
         """The buffers of pools and transfers."""
         return shared_buffers(self.code.kinds, self.entries, self.code.outer_pools)
 
-    def run(
-        self,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
-        scale: Any,
-    ) -> StepResults:
+    def run(self, given: StepArguments) -> StepResults:
         """The results and gradients of placed arguments; may be traced."""
-        setup, arguments = self.setup, (params, batch, rng, state, scale)
-        specs, out = setup.argument_specs(batch), PartitionSpec()
-        out_specs = setup.result_specs, specs[0] if setup.training else out
-        specs, given, own = without_empty(setup.mesh, specs, arguments, self.on_device)
-        return mapped(own, setup.mesh, setup.axes, specs, out_specs)(*given)
+        setup, specs = self.setup, self.setup.argument_specs(given.batch)
+        out_specs = setup.result_specs, specs.params if setup.training else PartitionSpec()
+        own, there, specs = without_empty(setup.mesh, self.on_device, given, specs)
+        results: StepResults = mapped(own, setup.mesh, setup.axes, (specs,), out_specs)(there)
+        return results
 
-    def on_device(self, params: Params, *arguments: PyTree) -> StepResults:
+    def on_device(self, given: StepArguments) -> StepResults:
         """The step of each device; arguments are those of `Setup.load`.
 
         Every permute of XLA:CPU waits for all devices of the program, also for those outside its
@@ -124,7 +118,7 @@ class TracedStep:
         everywhere = waits and (assumed or self.code.permutes)
         if everywhere and setup.clock is not None:
             raise PipelineError(CANNOT_BE_TIMED)
-        inputs = setup.load(params, *arguments, whole=False)
+        inputs = setup.load(given, whole=False)
         with jax.named_scope("prepare"):
             step = DeviceStep(
                 setup, inputs, self.code, program, self.buffers, everywhere=everywhere
@@ -138,7 +132,7 @@ class TracedStep:
             for segment in program.segments:
                 state = SegmentCode(step, segment).run(rows, state)
         with jax.named_scope("finish"):
-            return finish(step, state, params)
+            return finish(step, state, given.params)
 
 
 def _narrow(table: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain, compress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from ..table.effects import Place
 from ..table.kinds import Kind
 from .pools import StageEntries
 
+T = TypeVar("T")
 Options: TypeAlias = dict[str, str | bool]
 # Values, and the split of each; None leaves it to the partitioner.
 SplitLeaves: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
@@ -145,28 +146,28 @@ def mapped(
 
 
 def without_empty(
-    mesh: Mesh, specs: PyTree, arguments: tuple[PyTree, ...], function: Callable[..., Any]
-) -> tuple[PyTree, tuple[PyTree, ...], Callable[..., Any]]:
-    """Specs, arguments and the function of these, without the leaves that have no elements: XLA of
-    jaxlib 0.11 aborts where such an argument is split over devices.
+    mesh: Mesh, function: Callable[[PyTree], T], argument: PyTree, specs: PyTree
+) -> tuple[Callable[[PyTree], T], PyTree, PyTree]:
+    """The function, its argument and the splits of this, without the leaves that have no elements:
+    XLA of jaxlib 0.11 aborts where such a leaf is split over devices.
     """
-    leaves, tree = jax.tree.flatten(arguments)
-    empty = [0 in jnp.shape(leaf) for leaf in leaves]
-    if not any(empty):
-        return specs, arguments, function
-    every = jax.tree.leaves(jax.tree.broadcast(specs, arguments))
+    leaves, tree = jax.tree.flatten(argument)
+    is_there = [0 not in jnp.shape(leaf) for leaf in leaves]
+    if all(is_there):
+        return function, argument, specs
+    every = jax.tree.leaves(jax.tree.broadcast(specs, argument))
     shapes = [
         jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
-        for leaf, spec in compress(zip(leaves, every, strict=True), empty)
+        for leaf, spec, is_in in zip(leaves, every, is_there, strict=True)
+        if not is_in
     ]
-    is_there = [not each for each in empty]
 
-    def call(*values: Any) -> Any:
+    def call(values: Leaves) -> T:
         there, made = iter(values), iter(zeros_of(shapes))
         whole = [next(there if is_in else made) for is_in in is_there]
-        return function(*jax.tree.unflatten(tree, whole))
+        return function(jax.tree.unflatten(tree, whole))
 
-    return tuple(compress(every, is_there)), tuple(compress(leaves, is_there)), call
+    return call, list(compress(leaves, is_there)), list(compress(every, is_there))
 
 
 def _stored(

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree, shape_of
+from ..arrays import PyTree, shape_of
 from ..lowering.plan import Plan
 from ..lowering.target import Form, Target
+from ..model.arguments import StepArguments
 from ..model.functions import Functions, Loss, share_of
 from ..model.keys import shard_key
 from ..model.layers import OUTER
@@ -105,11 +106,12 @@ class Setup:
         seed = seed if count is None else share_of(count.astype(seed.dtype))
         return seed if scale is None else seed * jnp.asarray(scale, seed.dtype)
 
-    def argument_specs(self, batch: PyTree) -> tuple[Any, ...]:
-        """The splits of parameters, the batch, the key, the stages' own state and the scale."""
-        rows, everywhere = self.functions.specs(batch, self.data_axes), PartitionSpec()
+    def argument_specs(self, batch: PyTree) -> StepArguments:
+        """The split of each argument, in its place."""
         own = jax.tree.map(lambda plan: plan.spec(self.axis, manual=True), self.plans)
-        return own, rows, everywhere, PartitionSpec(self.axis), everywhere
+        rows = self.functions.specs(batch, self.data_axes)
+        everywhere: Any = PartitionSpec()
+        return StepArguments(own, rows, everywhere, PartitionSpec(self.axis), everywhere)
 
     @property
     def result_specs(self) -> dict[str, PartitionSpec]:
@@ -133,43 +135,35 @@ class Setup:
             split = NamedSharding(self.mesh, spec)
             return whole.update(shape=split.shard_shape(whole.shape))
 
-        specs = jax.tree.broadcast(self.argument_specs(arguments[1]), arguments)
-        local = jax.tree.map(own, arguments, specs)
-        found = self.on_device(lambda: jax.eval_shape(self.load, *local))
+        given = StepArguments(*arguments)
+        specs = jax.tree.broadcast(self.argument_specs(given.batch), given)
+        local = jax.tree.map(own, given, specs)
+        found = self.on_device(lambda: jax.eval_shape(self.load, local))
         # without the mesh of their devices, so that another mesh takes them too
         shapes: Inputs = jax.tree.map(shape_of, found)
         return shapes
 
-    def load(
-        self,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        kept: tuple[PyTree, ...],
-        scale: Any,
-        *,
-        whole: bool = True,
-    ) -> Inputs:
+    def load(self, given: StepArguments, *, whole: bool = True) -> Inputs:
         """What a device starts from: whole parameters, or its parts of those of stages, and rows by
         microbatch.
 
         The arguments are as `shard_map` passes them: leaves of `params["stages"]` and of the
-        stages' own state `kept` are [1, ...], and leaves of the batch are the [rows, ...] of this
-        data shard.
+        stages' own state are [1, ...], and leaves of the batch are the [rows, ...] of this data
+        shard.
         """
 
         def mine(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: leaf[0], tree)
 
         with jax.named_scope("prepare"):
-            stages, plans = [*map(mine, params["stages"])], self.plans
+            stages, plans = [*map(mine, given.params["stages"])], self.plans
             return Inputs(
-                batch=self.functions.split(batch, self.num_microbatches),
-                rng=mesh_key(rng, self.data_axes, self.data_size),
+                batch=self.functions.split(given.batch, self.num_microbatches),
+                rng=mesh_key(given.rng, self.data_axes, self.data_size),
                 owned=list(map(gather, stages, plans["stages"])) if whole else stages,
-                kept=tuple(map(mine, kept)),
-                scale=scale,
-                **{key: gather(params[key], plans[key]) for key in OUTER},
+                kept=tuple(map(mine, given.state)),
+                scale=given.scale,
+                **{key: gather(given.params[key], plans[key]) for key in OUTER},
             )
 
     def on_device(self, function: Callable[[], T]) -> T:

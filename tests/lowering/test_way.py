@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.model.arguments import StepArguments
 from jaxpipe.program.verify import verify
 from jaxpipe.stage.model_code import lower, trace
 
@@ -99,7 +100,7 @@ def test_trace_lower_and_emit_are_steps_of_their_own() -> None:
     calls: Counter[str] = Counter()
     pipe, params, batch = piped(calls, "zbv")
     traced = pipe.trace(params, batch)
-    setup, arguments = traced.setup, (params | {"shared": {}}, batch, None, (), None)
+    setup, arguments = traced.setup, StepArguments(params | {"shared": {}}, batch)
     code = trace(setup, setup.shapes(*arguments))
     assert calls == {"first": 2, "stage": 2, "last": 2}
     assert [str(kind.backward) for kind in code.kinds] == [
@@ -108,7 +109,7 @@ def test_trace_lower_and_emit_are_steps_of_their_own() -> None:
     program = lower(setup, code)
     assert verify(program) is program
     assert str(program) == str(traced.program)
-    results, grads = jax.jit(traced.run)(*arguments)
+    results, grads = jax.jit(traced.run)(arguments)
     loss, own = pipe.value_and_grad(params, batch)
     np.testing.assert_allclose(results["loss"], loss, rtol=1e-6)  # two compiled programs, float32
     assert jax.tree.structure(grads["stages"]) == jax.tree.structure(own["stages"])
