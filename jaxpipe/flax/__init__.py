@@ -9,7 +9,8 @@ except ImportError as error:
         "jaxpipe.flax needs flax, which is not installed: pip install 'jaxpipe[flax]'"
     ) from error
 
-from .front_ends import LinenModel, NnxModel, from_linen, from_nnx, submodule, submodules
+from .linen_blocks import LinenModel, from_linen, submodule, submodules
+from .nnx_blocks import NnxModel, from_nnx
 from .units import End
 from .whole import WholeLinenModel, from_flax_model
 

@@ -11,6 +11,9 @@ from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from ..model.calls import Function
 
+# flax's collection of leaves whose gradient is their next value: the scales of FP8.  Here it is one
+# of the parameters.
+REPLACED = "_overwrite_with_gradient"
 OFFERED = ("ctx", "microbatch", "shared", "training")
 # Arguments of `first` and `last` besides parameters or modules.
 TAKES = {"first": ("microbatch",), "last": ("x", "microbatch"), "shared": ()}

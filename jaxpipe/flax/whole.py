@@ -20,16 +20,8 @@ from ..errors import PipelineError
 from ..jaxprs.dataflow import inputs_of
 from ..layouts.layout import Layout
 from .adapter import BlockSettings, adapt
-from .front_ends import (
-    LinenModel,
-    NnxModel,
-    check_distinct,
-    linen_unit,
-    names_of,
-    nnx_unit,
-    split_variables,
-    variables_of,
-)
+from .linen_blocks import LinenModel, linen_unit, names_of, split_variables, variables_of
+from .nnx_blocks import NnxModel, check_distinct, nnx_unit
 from .units import TAKES, End, Unit, UnitCall
 
 _FAULTY = "the model cannot be split at its blocks"
