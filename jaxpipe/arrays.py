@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Int32
 
 # A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: JAX itself has no type for it.
 PyTree: TypeAlias = Any
@@ -17,6 +19,17 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = "dict[str, Any]"
 # The leaves of a tree, in `jax.tree.leaves` order.
 Leaves: TypeAlias = "list[Any]"
+# Where a leaf is in its tree, as `jax.tree_util` gives it.
+LeafPath: TypeAlias = "tuple[Any, ...]"
+# A leaf, which may be traced, or its shape and dtype alone.
+Leaf: TypeAlias = "Array | jax.ShapeDtypeStruct | jax.core.ShapedArray"
+# The shapes and dtypes of the values of a place.
+Avals: TypeAlias = "Sequence[Any]"
+# The key of a step, None where it draws no random numbers; and the factor of its loss.
+StepKey: TypeAlias = "Array | None"
+LossScale: TypeAlias = "Array | float | None"
+# The number of a stage or of a microbatch, which may be traced.
+Number: TypeAlias = "Array | int"
 # {"loss", "losses", "metrics", "state"} or {"outputs", "state"} of a step, and its gradients.
 StepResults: TypeAlias = "tuple[dict[str, Any], dict[str, Any]]"
 # Numbers that a tick reads from its records, and predicates.
@@ -24,12 +37,12 @@ Scalar: TypeAlias = Int32[Array, ""]
 Flag: TypeAlias = Bool[Array, ""]
 
 
-def path_text(path: Any) -> str:
+def path_text(path: LeafPath) -> str:
     """A leaf's path as text, "dense/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def by_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def by_path(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> dict[str, Any]:
     """The leaves of a tree by path, "dense/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return {path_text(path): leaf for path, leaf in leaves}
@@ -47,7 +60,7 @@ def followed(path: str, shape: tuple[int, ...] | None, known: Mapping[str, Any])
     return known[max(names, key=len)] if names else None
 
 
-def shape_of(leaf: Any) -> Any:
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a leaf."""
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
@@ -74,7 +87,7 @@ def is_key(leaf: object) -> bool:
     return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
 
-def as_dtype(value: Any, dtype: Any) -> Any:
+def as_dtype(value: Any, dtype: DTypeLike) -> Array:
     """The value as an array of a dtype.  Keys stay as they are: JAX cannot convert them."""
     return value if is_key(value) else jnp.asarray(value).astype(dtype)
 
@@ -84,24 +97,25 @@ def words_of(leaf: object) -> Any:
     if not is_key(leaf):
         return leaf
     words = jax.random.key_data
-    return words(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(words, leaf)
+    return words(leaf) if isinstance(leaf, Array) else jax.eval_shape(words, leaf)
 
 
-def with_words(function: Callable[[Any], Any], leaf: Any) -> Any:
+def with_words(function: Callable[..., Any], leaf: Array) -> Any:
     """What a function makes of an array, or of the words of keys, as keys again."""
     if not is_key(leaf):
         return function(leaf)
     return jax.random.wrap_key_data(function(words_of(leaf)), impl=jax.random.key_impl(leaf))
 
 
-def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:
+def whole(leaf: Array, axes: str | tuple[str, ...]) -> Any:
     """A leaf on all devices, where one of them has it and the others have zeros, False, or keys of
     zeros.
     """
 
-    def summed(leaf: Any) -> Any:
+    def summed(leaf: Array) -> Array:
         number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-        return jax.lax.psum(number, axes).astype(leaf.dtype)
+        total: Array = jax.lax.psum(number, axes)
+        return total.astype(leaf.dtype)
 
     return with_words(summed, leaf)
 
@@ -131,7 +145,7 @@ def axis_faults(tree: PyTree, name: str, length: int, axis: str) -> list[str]:
     ]
 
 
-def wider(*dtypes: Any) -> Any:
+def wider(*dtypes: DTypeLike) -> np.dtype:
     """The dtype that holds all of these, also where JAX promotes nothing by itself (8-bit floats,
     `jax_numpy_dtype_promotion="strict"`).
     """
@@ -143,12 +157,12 @@ def wider(*dtypes: Any) -> Any:
         return jnp.result_type(*large)
 
 
-def accumulator_dtype(dtype: jax.typing.DTypeLike, wanted: jax.typing.DTypeLike | None) -> Any:
+def accumulator_dtype(dtype: np.dtype, wanted: DTypeLike | None) -> np.dtype:
     """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
     return dtype if wanted is None else wider(dtype, wanted)
 
 
-def summable(leaf: object) -> Any:
+def summable(leaf: object) -> Array:
     """The leaf in a dtype in which those of all microbatches and data shards can be added.
 
     Half a precision ends at 65504 (float16) or counts to 256 (bfloat16), and int32 wraps around.
@@ -161,7 +175,7 @@ def summable(leaf: object) -> Any:
 
 # Kinds of numpy's dtypes that JAX has no arrays of.
 _NO_NUMBERS = {"O": "objects", "U": "strings", "S": "bytes", "M": "dates", "m": "times"}
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)
+_ARRAYS = (Array, jax.ShapeDtypeStruct, bool, int, float, complex)
 
 
 def array_faults(tree: PyTree, name: str) -> list[str]:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import Params, PyTree, by_index, zeros_of
+from .arrays import Leaves, LossScale, Number, Params, PyTree, StepKey, by_index, zeros_of
 from .errors import PipelineError
 from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
@@ -86,12 +86,7 @@ class Nonfinite:
 
 @outside_contexts
 def find_nonfinite(
-    pipe: Pipeline,
-    params: Params,
-    batch: PyTree,
-    *,
-    rng: jax.Array | None = None,
-    scale: jax.Array | float | None = None,
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: StepKey = None, scale: LossScale = None
 ) -> Nonfinite | None:
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
@@ -146,7 +141,7 @@ class _NonfiniteSearch:
     """The calls of a step, and their compiled code."""
 
     def __init__(
-        self, pipe: Pipeline, params: Params, batch: PyTree, rng: jax.Array | None, scale: Any
+        self, pipe: Pipeline, params: Params, batch: PyTree, rng: StepKey, scale: Array | float
     ) -> None:
         self.pipe, self.params, self.rng, self.scale = pipe, with_outer(params), rng, scale
         self.plans = pipe.partition.plans(self.params)
@@ -199,7 +194,7 @@ class _NonfiniteSearch:
         """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
-        def run(params: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, *at: Any) -> Any:
+        def run(params: PyTree, x: PyTree, batch: PyTree, rng: StepKey, *at: Any) -> Any:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             key = mesh_key(rng, pipe.data_axes, pipe.partition.data_size)
             result, counts = body(call, params, x, batch, key, *at)
@@ -235,7 +230,7 @@ class _NonfiniteSearch:
     ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
         (x, dy), extra = xdy, self._extra(call, *step)
 
-        def outputs(params: PyTree, x: PyTree) -> list[Any]:
+        def outputs(params: PyTree, x: PyTree) -> Leaves:
             y = self._output(call, params, x, extra)
             return list(filter(_floating, jax.tree.leaves(y)))
 
@@ -249,8 +244,8 @@ class _NonfiniteSearch:
         return list(filter(_floating, jax.tree.leaves(dx))), (counts, inputs)
 
     def _over_count(
-        self, params: PyTree, x: PyTree, extra: Extra, dy: list[Any], *step: Any
-    ) -> list[Any]:
+        self, params: PyTree, x: PyTree, extra: Extra, dy: Leaves, *step: Any
+    ) -> Leaves:
         """The cotangent of a microbatch's loss, over the count where the step begins with it."""
         batch, key, stage, _ = step
         uses = [ParamUse(trained=False)] * len(jax.tree.leaves(params))
@@ -273,8 +268,8 @@ class _NonfiniteSearch:
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length
 
-        def inputs(k: jax.Array | int) -> tuple[PyTree, Extra]:
-            def cut(leaf: Any) -> Any:
+        def inputs(k: Number) -> tuple[PyTree, Extra]:
+            def cut(leaf: Array) -> Array:
                 if leaf.ndim < 2 or leaf.shape[1] != slices * length:
                     return leaf
                 return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
@@ -282,10 +277,10 @@ class _NonfiniteSearch:
             extra = functions.extra(rows, key, stage, k, self._wants(call), of=By.STAGE)
             return jax.tree.map(cut, x), extra
 
-        def one(carried: PyTree, k: jax.Array | int) -> tuple[PyTree, dict[str, Any]]:
+        def one(carried: PyTree, k: Number) -> tuple[PyTree, dict[str, Any]]:
             (carry, buffers), (own, extra) = carried, inputs(k)
 
-            def run(buffers: Mapping[str, Any]) -> tuple[PyTree, StageOutput]:
+            def run(buffers: Mapping[str, Array]) -> tuple[PyTree, StageOutput]:
                 before = {**extra, "carried": (carry, dict(buffers))}
                 y, returned = functions.run_stage(call.stage, params, own, before)
                 return (y, returned.loss, returned.carried[0]), returned
@@ -350,12 +345,7 @@ class _NonfiniteSearch:
         return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
 
     def _extra(
-        self,
-        call: _FunctionCall,
-        batch: PyTree,
-        key: jax.Array,
-        stage: jax.Array | int,
-        microbatch: Any,
+        self, call: _FunctionCall, batch: PyTree, key: Array, stage: Number, microbatch: Number
     ) -> Extra:
         """The further arguments of the function in the step."""
         rows = self.functions.split(batch, self.count)
@@ -398,12 +388,12 @@ def _described(counts: _Counts, shard: int) -> tuple[str, ...]:
     )
 
 
-def _floating(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def _floating(leaf: Array | jax.ShapeDtypeStruct) -> bool:
     # A gradient of what is not floating has the dtype float0.
     return bool(jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact))
 
 
-def _filled(buffer: jax.Array, rows: jax.Array, k: jax.Array | int) -> tuple[Any, Any]:
+def _filled(buffer: Array, rows: Array, k: Number) -> tuple[Array, Array]:
     """The buffer with two finite fills of the rows after slice k: copies of the slice's own rows,
     and other numbers.  Whole numbers such as those of documents are zero in the second fill.
     """
@@ -415,10 +405,10 @@ def _filled(buffer: jax.Array, rows: jax.Array, k: jax.Array | int) -> tuple[Any
     return own, others
 
 
-def _differing(one: PyTree, other: PyTree) -> Any:
+def _differing(one: PyTree, other: PyTree) -> Array:
     """How many values of two trees differ by more than a rounding; a NaN does not count."""
 
-    def count(a: Any, b: Any) -> Any:
+    def count(a: Array, b: Array) -> Array:
         if not _floating(a):
             return jnp.sum(a != b)
         eps = float(jnp.finfo(a.dtype).eps)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ _NO_FORWARD_MODE = (
 )
 
 
-def _refuse_reverse(cotangent: jax.Array, _: Any) -> list[Any]:
+def _refuse_reverse(cotangent: jax.Array, _: object) -> NoReturn:
     raise PipelineError(_ONCE)
 
 
@@ -82,7 +82,7 @@ def differentiable_loss(
         params, grads = kept
         outside = cotangents["loss"]
 
-        def scaled(param: Any, grad: Any, is_next: bool) -> Any:
+        def scaled(param: jax.Array, grad: jax.Array | None, is_next: bool) -> Any:
             if grad is None or isinstance(outside, SymbolicZero):
                 return None  # zeros
             found = grad if is_next else grad * jnp.asarray(outside, grad.dtype)
@@ -115,14 +115,14 @@ def without_gradient(run: RunStep, call: str) -> RunStep:
             raise PipelineError(_NO_GRADIENT.format(call))
         return run(*_plain(arguments)), None
 
-    def backward(_kept: None, _cotangents: Any) -> Any:
+    def backward(_kept: None, _cotangents: object) -> NoReturn:
         raise AssertionError("nothing that moves went in")
 
     guarded.defvjp(forward, backward, symbolic_zeros=True)
     return guarded
 
 
-def _is_primal(node: Any) -> bool:
+def _is_primal(node: object) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax._src import distributed
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import ArrayLike, NDArray
 
 from .arrays import PyTree, by_index
 from .errors import JaxpipeError, PipelineError
@@ -107,7 +108,7 @@ def crossings(mesh: Mesh) -> dict[str, tuple[int, int]]:
     return pairs
 
 
-def local_rows(pipe: Pipeline, rows: int) -> Any:
+def local_rows(pipe: Pipeline, rows: int) -> NDArray[np.int64]:
     """The numbers of the batch's rows that this process has to feed, as a sorted int array.
 
     Each shard along `data_axes` takes its share of the rows, in order; every process with a device
@@ -151,7 +152,7 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     PipelineError.refuse("the rows of this process do not fit", faults)
     to = _rows_sharding(pipe)
 
-    def join(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    def join(leaf: ArrayLike) -> Any:
         return jax.make_array_from_process_local_data(
             to, np.asarray(leaf), (rows, *np.shape(leaf)[1:])
         )

@@ -10,22 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
-from .arrays import (
-    PyTree,
-    StepResults,
-    accumulator_dtype,
-    in_rows,
-    stacked,
-    with_words,
-    zeros_of,
-)
+from .arrays import PyTree, StepResults, accumulator_dtype, in_rows, stacked, with_words, zeros_of
 from .errors import PipelineError
 from .model.arguments import StepArguments
 from .model.batch import map_rows
@@ -46,6 +38,9 @@ from .stage.trace import no_gradient, trace_last
 from .storage.plan import LeafPlan, leaf_plans
 from .table.effects import By, Liveness, Place
 from .table.kinds import Kind
+
+# Whose parameters: the number of a stage, "first", "last" or "shared".
+PartKey: TypeAlias = "int | str"
 
 
 class EagerExecutor:
@@ -120,18 +115,20 @@ class _Shard:
         self.functions, layout = setup.functions, setup.layout
         self.stages = range(layout.placement.num_stages)
         # parameters and their gradients, by number of stage, "first", "last" and "shared"
-        self.params: dict[Any, PyTree] = {key: params[key] for key in OUTER}
+        self.params: dict[PartKey, PyTree] = {key: params[key] for key in OUTER}
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
-        self.plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(setup.plans[key]) for key in OUTER}
+        self.plans: dict[PartKey, list[LeafPlan]] = {
+            key: leaf_plans(setup.plans[key]) for key in OUTER
+        }
         self.plans |= {s: layout.held(s, setup.plans["stages"]).leaves for s in self.stages}
 
-        def empty(leaf: Any, plan: LeafPlan) -> Any:
+        def empty(leaf: Array, plan: LeafPlan) -> Array | None:
             dtype = accumulator_dtype(leaf.dtype, setup.accumulate)
             rule = plan.replaced or ADDED
             return None if plan.frozen else rule.empty(leaf.shape, dtype)
 
         # accumulators; None for frozen parameters
-        self.total: dict[Any, PyTree] = {}
+        self.total: dict[PartKey, PyTree] = {}
         for key, tree in self.params.items():
             like = jax.tree.unflatten(jax.tree.structure(tree), self.plans[key])
             self.total[key] = jax.tree.map(empty, tree, like)
@@ -142,11 +139,11 @@ class _Shard:
         self.losses: list[Any] = [0.0] * setup.num_microbatches
         self.aux: list[Any] = [None] * setup.num_microbatches
 
-    def _of(self, key: Any) -> tuple[PyTree, PyTree]:
+    def _of(self, key: PartKey) -> tuple[PyTree, PyTree]:
         """The parameters of a function, and the shared ones."""
         return self.params[key], self.params["shared"]
 
-    def _uses(self, key: Any) -> list[ParamUse]:
+    def _uses(self, key: PartKey) -> list[ParamUse]:
         """The uses of these parameters."""
         names = key, "shared"
         return [
@@ -156,12 +153,12 @@ class _Shard:
         ]
 
     def _add(
-        self, key: Any, grads: tuple[PyTree, PyTree], *, microbatch: int, share: float = 1.0
+        self, key: PartKey, grads: tuple[PyTree, PyTree], *, microbatch: int, share: float = 1.0
     ) -> None:
         """Add a microbatch's gradients of a function's own parameters and of the shared ones."""
         is_last = microbatch == self.setup.num_microbatches - 1
 
-        def added(total: Any, plan: LeafPlan, grad: Any) -> Any:
+        def added(total: Array | None, plan: LeafPlan, grad: Array) -> Array | None:
             if total is None:
                 return None
             return (plan.replaced or ADDED).add(total, grad * share, is_last)
@@ -256,14 +253,16 @@ class _Shard:
             self._add("last", grads, microbatch=microbatch)
         return {Place.SENT_DX: dy, Place.STASH: [grads] * parts}
 
-    def _begin(self, y: Any, extra: PyTree) -> None:
+    def _begin(self, y: PyTree, extra: PyTree) -> None:
         """Find the cotangent of one microbatch's loss, and what is known of counts."""
         assert self.functions.last is not None
         run, own = partial(self.functions.run_whole, "last"), self._of("last")
         self.counted = trace_last(run, own, y, extra, self._uses("last"))
         check_count(self.functions.last.name, self.counted)
         stage = jnp.int32(len(self.stages) - 1)
-        counts = [total_count(self.counted, s.functions, s.batch, s.rng, stage) for s in self.every]
+        counts: list[Any] = [
+            total_count(self.counted, s.functions, s.batch, s.rng, stage) for s in self.every
+        ]
         self.seed = self.setup.seed(None if counts[0] is None else sum(counts), self.scale)
 
     def _stage(self, step: Step) -> tuple[Any, StageOutput, Any]:
@@ -301,7 +300,7 @@ class _Shard:
 
         return y, returned, backward
 
-    def results(self) -> tuple[Any, PyTree, list[PyTree], dict[str, PyTree]]:
+    def results(self) -> tuple[Array, PyTree, list[PyTree], dict[str, PyTree]]:
         """The losses, what else `last` returned, the state, and the gradients laid out as
         parameters are placed.
         """
@@ -312,13 +311,13 @@ class _Shard:
         return jnp.asarray(self.losses), aux, self.state, grads
 
 
-def _part(leaf: Any, number: int, count: int) -> Any:
+def _part(leaf: Array, number: int, count: int) -> Array:
     """The rows of one of `count` data shards."""
     size = leaf.shape[0] // count
     return jnp.asarray(leaf[number * size : (number + 1) * size])
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None
 
 
@@ -337,13 +336,13 @@ def _finished(shards: list[_Shard]) -> StepResults:
     code = shards[0].counted
     counted = code is not None and code.count is not None
 
-    def on_shard(losses: Any, aux: PyTree, state: PyTree, grads: PyTree) -> tuple[Any, ...]:
+    def on_shard(losses: Array, aux: PyTree, state: PyTree, grads: PyTree) -> tuple[Any, ...]:
         results, scale = totals(setup, losses, aux, (), data)
         results |= scaled_loss(results, shards[0].scale)
         state = jax.tree.map(lambda leaf: merged_state(setup, leaf, data), state)
         factor = 1.0 if scale is None or counted else scale
 
-        def finished(plan: LeafPlan, param: Any, total: Any) -> Any:
+        def finished(plan: LeafPlan, param: Array, total: Array | None) -> Any:
             if total is None:
                 return None
             if rule := plan.replaced:

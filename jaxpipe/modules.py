@@ -169,6 +169,6 @@ def _faults(first: object, other: object) -> list[str]:
     ]
 
 
-def _form(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
+def _form(leaf: jax.Array | jax.ShapeDtypeStruct) -> object:
     """The dtype and the shape of an array as text; any other leaf."""
     return f"{leaf.dtype}{list(leaf.shape)}" if _is_array(leaf) else leaf

@@ -9,9 +9,11 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
-from .arrays import Params, PyTree
+from .arrays import LossScale, Params, PyTree, StepKey
 from .engine.costs import Costs
 from .errors import PipelineError, typed
 from .jaxprs.loops import with_counted_loops
@@ -213,7 +215,7 @@ class Pipeline:
         """
         plans = self.partition.plans(tree if like is None else like)
 
-        def own(plan: LeafPlan, leaf: Any) -> Any:
+        def own(plan: LeafPlan, leaf: Array) -> Array | None:
             return leaf if plan.trained else None
 
         return jax.tree.map(own, plans, tree)
@@ -225,7 +227,7 @@ class Pipeline:
         step also for those that are `replaced`.
         """
 
-        def chosen(plan: LeafPlan, old: Any, new: Any, grad: Any) -> Any:
+        def chosen(plan: LeafPlan, old: Array, new: Array, grad: Array) -> Array:
             if plan.trained:
                 return new
             return grad if plan.replaced and grads is not None else old
@@ -254,9 +256,9 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: Any = None,
+        rng: StepKey = None,
         state: ChunkState = (),
-        scale: Any = None,
+        scale: LossScale = None,
     ) -> tuple[Any, dict[str, PyTree]]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`;
         may be jitted, donates nothing.
@@ -279,9 +281,9 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: Any = None,
+        rng: StepKey = None,
         state: ChunkState = (),
-        scale: Any = None,
+        scale: LossScale = None,
     ) -> Any:
         """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad`
         differentiate by `params`.
@@ -308,7 +310,7 @@ class Pipeline:
         return with_aux(loss, aux)
 
     def evaluate(
-        self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
+        self, params: Params, batch: PyTree, *, rng: StepKey = None, state: ChunkState = ()
     ) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
         process; the state after it is dropped.
@@ -321,8 +323,8 @@ class Pipeline:
         return self._answer(self._evaluated(params, batch, rng, state))
 
     def losses(
-        self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
-    ) -> Any:
+        self, params: Params, batch: PyTree, *, rng: StepKey = None, state: ChunkState = ()
+    ) -> Array:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
         fewer where `evaluate` cuts fewer.
         """
@@ -334,10 +336,10 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: Any = None,
+        rng: StepKey = None,
         state: ChunkState = (),
         cache: Cache | None = None,
-        position: Any = 0,
+        position: ArrayLike = 0,
     ) -> PyTree:
         """What the last stage returns, before `last`: leaves [rows, ...] in the order of the
         batch's rows, by forwards alone.
@@ -388,8 +390,8 @@ class Pipeline:
         return Cache(stages, self._steps.sequences, length)
 
     def lower(
-        self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
-    ) -> Any:
+        self, params: Params, batch: PyTree, *, rng: StepKey = None, state: ChunkState = ()
+    ) -> jax.stages.Lowered:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
         `.compile()` works for any mesh.
 
@@ -403,7 +405,7 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: Any = None,
+        rng: StepKey = None,
         state: ChunkState = (),
         clock: Clock | None = None,
     ) -> TracedStep:
@@ -415,7 +417,7 @@ class Pipeline:
             PipelineError: as `value_and_grad` does.
         """
 
-        def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
+        def step(params: Params, batch: PyTree, *, rng: StepKey = None, state: Any = ()) -> Any:
             inputs = params, batch, rng, state, None
             results, grads = self._steps.run(Call.STEP, *inputs, step=found)
             return self._answer(results, with_state=True), grads
@@ -463,7 +465,12 @@ class Pipeline:
 
     @contextmanager
     def _arguments(
-        self, params: Params, batch: PyTree, rng: Any, state: ChunkState, scale: Any = None
+        self,
+        params: Params,
+        batch: PyTree,
+        rng: StepKey,
+        state: ChunkState,
+        scale: LossScale = None,
     ) -> Iterator[StepArguments]:
         """The arguments of a step, on the pipeline's own mesh.  What JAX cannot take is named by
         its place in them.
@@ -478,7 +485,7 @@ class Pipeline:
             raise
 
     def _evaluated(
-        self, params: Params, batch: PyTree, rng: Any, state: ChunkState
+        self, params: Params, batch: PyTree, rng: StepKey, state: ChunkState
     ) -> dict[str, Any]:
         """The results of `evaluate`."""
         with self._arguments(params, batch, rng, state) as arguments:

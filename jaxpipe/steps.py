@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .arrays import Params, PyTree, StepResults, described
 from .derivatives import RunStep, differentiable_loss, without_gradient
@@ -74,9 +75,7 @@ class Call(Enum):
 
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("stages",),
-    meta_fields=("sequences", "length"),
+    jax.tree_util.register_dataclass, data_fields=("stages",), meta_fields=("sequences", "length")
 )
 @dataclass(frozen=True)
 class Cache:
@@ -267,7 +266,7 @@ class StepRunner:
 
         return jax.eval_shape(on_mesh(own.mesh, carried), with_outer(params), batch)
 
-    def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:
+    def positioned(self, cache: Any, batch: PyTree, position: ArrayLike) -> Positioned:
         """The batch of a call that goes on at a position of its cache.
 
         Raises:
@@ -336,7 +335,7 @@ def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> Py
     end = batch.position + positions(batch.batch, time)
     fits = jnp.all(end <= batch.room) & jnp.all(batch.position >= 0)
 
-    def hidden(leaf: Any) -> Any:
+    def hidden(leaf: jax.Array) -> jax.Array:
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return jnp.where(fits, leaf, jnp.nan) if inexact else leaf
 
@@ -346,7 +345,7 @@ def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> Py
 _REFUSED = "this step cannot be lowered"
 
 
-def key_of(settings: Any) -> Any:
+def key_of(settings: object) -> object:
     """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
     where one cannot be compared.
     """

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from .arrays import PyTree
 from .errors import Fits, PipelineError, set_typed
@@ -66,7 +66,7 @@ class VocabEmbedding:
 
     def __call__(
         self, params: PyTree, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
-    ) -> Any:
+    ) -> Array:
         """The rows of a microbatch's tokens, the same on every device."""
         table, size = one_table("VocabEmbedding", params, shared, ctx)
         table = jnp.moveaxis(table, self.dim, 0)
@@ -133,7 +133,7 @@ class VocabHead:
         set_typed(self, PipelineError)
 
     def __call__(
-        self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
+        self, params: PyTree, x: Array, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
     ) -> Any:
         """The loss of a microbatch, the same on every device; or (sum, count), and metrics, see
         above.
@@ -142,7 +142,7 @@ class VocabHead:
         total, count = jnp.sum(nll * weights), jnp.sum(weights)
         over = jnp.where(count == 0, 1, count)
         out = (total, count) if self.loss is Loss.SUM_OVER_COUNT else total / over
-        if not self.has_metrics:
+        if hits is None:
             return out
         return out, {"accuracy": jnp.sum(jnp.where(hits, weights, 0)) / over}
 
@@ -151,16 +151,16 @@ class VocabHead:
         return replace(self, loss=loss, has_metrics=has_metrics)
 
     def token_losses(
-        self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
-    ) -> tuple[Any, Any]:
+        self, params: PyTree, x: Array, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
+    ) -> tuple[Array, Array]:
         """(loss of each token, its weight), [...] each and the same on every device: for functions
         of your own under `jaxpipe.spread`.
         """
         return self._tokens(params, x, microbatch, ctx, shared)[:2]
 
     def _tokens(
-        self, params: PyTree, x: Any, microbatch: PyTree, ctx: Context, shared: PyTree
-    ) -> tuple[Any, Any, Any]:
+        self, params: PyTree, x: Array, microbatch: PyTree, ctx: Context, shared: PyTree
+    ) -> tuple[Array, Array, Array | None]:
         """Of each token its loss, its weight, and, for metrics, whether its target has the highest
         logit.
         """
@@ -204,7 +204,7 @@ class VocabHead:
         return jnp.where(target != self.ignore, nll, 0), weights, hits
 
 
-def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[Any, int]:
+def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[Array, int]:
     """A device's part of the one array [V, d] or [d, V] among the parameters, or among the shared
     ones, and V.
     """

@@ -16,6 +16,7 @@ from jax import core as jax_core
 from jax._src import flattree
 from jax.extend import core
 from jax.extend.core.primitives import convert_element_type_p
+from jax.typing import ArrayLike
 
 from ..arrays import Leaves, PyTree
 
@@ -30,13 +31,13 @@ ClosedJaxpr: TypeAlias = core.Jaxpr
 _CLOSED: Any = type(jax.make_jaxpr(lambda: ())())
 
 
-def closed_jaxpr(jaxpr: core.Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+def closed_jaxpr(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike] = ()) -> ClosedJaxpr:
     """The jaxpr with these values for its constants."""
     closed: ClosedJaxpr = _CLOSED(jaxpr, list(consts))
     return closed
 
 
-def variables(atoms: Iterable[Any]) -> list[core.Var]:
+def variables(atoms: Iterable[object]) -> list[core.Var]:
     """The variables among these atoms, without literals."""
     return [v for v in atoms if isinstance(v, core.Var)]
 
@@ -211,13 +212,13 @@ class Scan:
         )
 
 
-def literal(atom: core.Literal) -> Any:
+def literal(atom: core.Literal) -> jax.Array:
     """The value of a literal (it may be a plain number) as an array."""
     aval: Any = atom.aval
     return jnp.asarray(atom.val, aval.dtype)
 
 
-def results_of(code: ClosedJaxpr, *arguments: Any) -> list[Any]:
+def results_of(code: ClosedJaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr: arrays, also where an output is a literal."""
     found = core.jaxpr_as_fun(code)(*arguments)
     pairs = zip(found, code.jaxpr.outvars, strict=True)
@@ -262,7 +263,7 @@ def with_inputs(closed: ClosedJaxpr) -> core.Jaxpr:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Leaves) -> Leaves:
     """Run one equation of a jaxpr."""
     pairs = zip(eqn.invars, inputs, strict=True)
     named = {v: value for v, value in pairs if isinstance(v, core.Var)}
@@ -323,7 +324,7 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, tile: Sequence[int]) -> int
     return math.prod(outer) * -(-row // tile[1]) * tile[1] * itemsize
 
 
-def stacked_aval(aval: Any, length: int) -> Any:
+def stacked_aval(aval: Any, length: int) -> jax_core.ShapedArray:
     """The aval of `length` of these, one from each trip of a scan."""
     return jax_core.ShapedArray((length, *aval.shape), aval.dtype)
 

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from ..arrays import Leaves
 from .equations import (
+    Atom,
     ClosedJaxpr,
     bind,
     closed_jaxpr,
@@ -86,13 +88,13 @@ def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
 
 
-def _inlined(closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
+def _inlined(closed: ClosedJaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without its calls, also in scans, whose bodies then hold no constants."""
     jaxpr = closed.jaxpr
     inputs = [*closed.consts, *arguments]
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:

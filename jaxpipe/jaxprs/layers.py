@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from .equations import ClosedJaxpr, bind, closed_jaxpr, literal, scan_counts
+from ..arrays import Leaf, Leaves
+from .equations import Atom, ClosedJaxpr, bind, closed_jaxpr, literal, scan_counts
 from .flat import CALLS, REMAT
 
 
@@ -36,12 +37,12 @@ class Layers:
         row = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
         return cls((row,) * stack.shape[0], of)
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], int | None]:
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], int | None]:
         """The rows."""
         return self.rows, self.of
 
     @classmethod
-    def tree_unflatten(cls, of: int | None, rows: Iterable[Any]) -> Layers:
+    def tree_unflatten(cls, of: int | None, rows: Iterable[Leaf]) -> Layers:
         """The inverse of `tree_flatten`."""
         return cls(tuple(rows), of)
 
@@ -65,7 +66,7 @@ def in_layers(
         if allowed and leaf.ndim and 0 < leaf.shape[0] <= limit
     }
 
-    def taken_apart() -> list[Any]:
+    def taken_apart() -> Leaves:
         return [Layers.like(leaf, i) if i in chosen else leaf for i, leaf in enumerate(leaves)]
 
     while chosen:
@@ -85,7 +86,7 @@ def in_layers(
     return call, jax.tree.unflatten(tree, taken_apart()), counts
 
 
-def _is_layers(value: Any) -> bool:
+def _is_layers(value: object) -> bool:
     return isinstance(value, Layers)
 
 
@@ -102,7 +103,7 @@ class _Scans:
     by_row: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
 
-    def evaluate(self, closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
+    def evaluate(self, closed: ClosedJaxpr, *arguments: Any) -> Leaves:
         """The results of the jaxpr, whole."""
         return [self._whole(value) for value in self._run(closed, *arguments)]
 
@@ -113,13 +114,13 @@ class _Scans:
             self.whole.add(value.of)
         return jnp.stack(value.rows)
 
-    def _run(self, closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
+    def _run(self, closed: ClosedJaxpr, *arguments: Any) -> Leaves:
         """The results, still in layers where they are."""
         jaxpr = closed.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Any:
             return literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -130,7 +131,7 @@ class _Scans:
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _in_layers(self, eqn: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    def _in_layers(self, eqn: core.JaxprEqn, values: Leaves) -> Leaves | None:
         """The results of an equation that takes layers as they are; None where it does not."""
         name, params = eqn.primitive.name, eqn.params
         if name in REMAT:
@@ -161,7 +162,7 @@ class _Scans:
         if value.of is not None:
             self.by_row.add(value.of)
 
-    def _scan(self, eqn: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    def _scan(self, eqn: core.JaxprEqn, values: Leaves) -> Leaves | None:
         """The results of a scan, one trip after the other."""
         consts, carries = scan_counts(eqn)
         length, head = eqn.params["length"], consts + carries

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import Params, PyTree, without_numpy
+from ..arrays import LossScale, Params, PyTree, StepKey, without_numpy
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
@@ -31,9 +31,9 @@ class StepArguments(NamedTuple):
 
     params: Params  # placed
     batch: PyTree  # leaves [rows, ...]
-    rng: jax.Array | None = None  # the step's key
+    rng: StepKey = None  # the step's key
     state: PyTree = ()  # the stages' own, placed; or those of a cache
-    scale: jax.Array | float | None = None  # a factor of the loss
+    scale: LossScale = None  # a factor of the loss
 
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
@@ -186,6 +186,6 @@ def donated_faults(given: StepArguments) -> list[str]:
     ]
 
 
-def _is_deleted(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    return is_array and leaf.is_deleted()
+def _is_deleted(leaf: object) -> bool:
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, jax.Array) and not is_traced and leaf.is_deleted()

@@ -14,14 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree, array_faults, path_text
+from ..arrays import LeafPath, PyTree, array_faults, path_text
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("batch", "position"),
-    meta_fields=("room",),
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("batch", "position"), meta_fields=("room",))
 @dataclass(frozen=True)
 class Positioned:
     """A batch whose sequences go on at a position of their cache.
@@ -33,11 +29,11 @@ class Positioned:
     """
 
     batch: PyTree
-    position: Any
+    position: jax.Array
     room: int
 
 
-def is_named(path: tuple[Any, ...], names: Sequence[str]) -> bool:
+def is_named(path: LeafPath, names: Sequence[str]) -> bool:
     """Whether a leaf of the batch is one of these: by its path, or by the first part of it."""
     name = path_text(path)
     return name in names or name.split("/")[0] in names
@@ -60,7 +56,7 @@ def map_rows(
         own = map_rows(change, batch.batch, whole, others)
         return replace(batch, batch=own, position=others(batch.position))
 
-    def changed(path: tuple[Any, ...], leaf: Any) -> Any:
+    def changed(path: LeafPath, leaf: jax.Array) -> Any:
         return (others if is_named(path, whole) else change)(leaf)
 
     return jax.tree_util.tree_map_with_path(changed, batch)
@@ -79,11 +75,7 @@ def num_rows(batch: PyTree, whole: Sequence[str]) -> int:
 
 
 def split_batch(
-    batch: PyTree,
-    count: int,
-    slices: int = 1,
-    time: Sequence[str] = (),
-    whole: Sequence[str] = (),
+    batch: PyTree, count: int, slices: int = 1, time: Sequence[str] = (), whole: Sequence[str] = ()
 ) -> PyTree:
     """Leaves [rows, ...] -> [count, rows / sequences, ...], rows in order: entry m is slice m %
     slices of sequence m // slices.  Leaves without a time axis are the same for all slices of a
@@ -91,7 +83,7 @@ def split_batch(
     """
     sequences = count // slices
 
-    def split(path: tuple[Any, ...], leaf: Any) -> Any:
+    def split(path: LeafPath, leaf: jax.Array) -> jax.Array:
         if is_named(path, whole):
             return leaf
         rows = leaf.reshape(sequences, leaf.shape[0] // sequences, *leaf.shape[1:])
@@ -143,7 +135,9 @@ def batch_faults(
     return faults + _cut_faults(shapes, 0, count * data_shards, "rows", into, advice)
 
 
-def _missing(leaves: Sequence[tuple[Any, Any]], names: Sequence[str], keyword: str) -> list[str]:
+def _missing(
+    leaves: Sequence[tuple[LeafPath, object]], names: Sequence[str], keyword: str
+) -> list[str]:
     """Names without a leaf."""
     return [
         f"the batch has no {name!r}, which {keyword}= of the model names"

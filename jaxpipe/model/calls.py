@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend import core
 
 from ..arrays import (
+    Leaf,
+    LeafPath,
+    Number,
     PyTree,
+    StepKey,
     array_faults,
     by_path,
     described,
@@ -90,7 +95,7 @@ class Cuts:
     # "first" and "last" (and "shared") -> what `spread` was given
     dims: Mapping[str, Any] = field(default_factory=dict)
 
-    def dim(self, key: str, path: tuple[Any, ...]) -> int | None:
+    def dim(self, key: str, path: LeafPath) -> int | None:
         """The dim along which the parameter at a path is cut; None where it is whole."""
         if key not in self.dims:
             return None
@@ -119,7 +124,7 @@ class Cuts:
         whole.
         """
 
-        def size(key: str, path: Any, leaf: Any) -> int:
+        def size(key: str, path: LeafPath, leaf: Leaf) -> int:
             dim = self.dim(key, path)
             return 0 if dim is None else int(leaf.shape[dim])
 
@@ -195,7 +200,7 @@ def _naming(axes: Collection[str]) -> str:
     return f"it names {', '.join(map(repr, sorted(axes)))}"
 
 
-def _manual_names(params: dict[str, Any]) -> set[Any]:
+def _manual_names(params: dict[str, Any]) -> set[str]:
     """The manual mesh axes that a constraint or a shard_map names."""
     if "sharding" in params:
         spec = getattr(params["sharding"], "spec", None)
@@ -214,14 +219,14 @@ class Context(NamedTuple):
     recomputed forward draws the same numbers again. Keys are None where the step got none.
     """
 
-    stage: Any
-    microbatch: Any
-    rng: Any = None  # of a spread function the same on all devices: see `share_rng`
+    stage: Array
+    microbatch: Array
+    rng: StepKey = None  # of a spread function the same on all devices: see `share_rng`
     # a key of the step, the microbatch and the data shard alone: equal in all functions
-    microbatch_rng: Any = None
+    microbatch_rng: Array | None = None
     # where the model is given by layers: the layer's number, from which `rng` is made instead of
     # the stage
-    layer: Any = None
+    layer: Number | None = None
     # of a function under `jaxpipe.spread`: the name of the pipe axis, for collectives
     axis: str | None = None
     # and there: for each parameter, the whole length of the dim that is cut, without padding; 0
@@ -232,11 +237,11 @@ class Context(NamedTuple):
     offset: Any = None
     ledger: Any = None  # where `append` writes
     # a key of the step, the sequence and the data shard alone: equal in all functions and slices
-    sequence_rng: Any = None
+    sequence_rng: Array | None = None
     keys: Keys | None = None  # of which `rng`, `share_rng` and `position_keys` are made
 
     @property
-    def share_rng(self) -> Any:
+    def share_rng(self) -> Array | None:
         """The key of this device's share of a function under `jaxpipe.spread`: another one on each
         device, None elsewhere.
 
@@ -250,7 +255,7 @@ class Context(NamedTuple):
             return None
         return self.keys.share(jax.lax.axis_index(self.axis))
 
-    def append(self, name: str, rows: Any, axis: int = 1) -> Any:
+    def append(self, name: str, rows: Array, axis: int = 1) -> Array:
         """Write a slice's rows into the buffer of its sequence in this stage; the whole buffer.
 
         Rows [..., T / K, ...] are at `offset` along `axis` of the buffer [..., T, ...].  Rows of
@@ -266,7 +271,7 @@ class Context(NamedTuple):
         """
         return rows if self.ledger is None else self.ledger.append(name, rows, axis)
 
-    def position_keys(self, count: int) -> Any:
+    def position_keys(self, count: int) -> Array:
         """A key for each of the slice's `count` positions, [count], of the function (as `rng`), the
         sequence and the position: random numbers that do not depend on how a sequence is cut.
 
@@ -281,7 +286,7 @@ class Context(NamedTuple):
             )
         return self.keys.at(self.offset + jnp.arange(count, dtype=jnp.int32))
 
-    def at_layer(self, number: Any) -> Context:
+    def at_layer(self, number: Number) -> Context:
         """The context of one of a stage's layers, with the layer's keys; `number` counts the
         model's layers.
         """
@@ -396,7 +401,7 @@ class Function:
             )
         return dict(zip(names, out, strict=True))
 
-    def loss_of(self, loss: Any, advice: str = "") -> Any:
+    def loss_of(self, loss: Any, advice: str = "") -> Array:
         """A loss that the function returned, as a scalar; PipelineError for what is none.  A Python
         number is one.
         """
@@ -412,7 +417,7 @@ class Function:
         return summable(found)
 
 
-def one_array(value: Any) -> Any:
+def one_array(value: Any) -> Array:
     """What a function returned, as an array; one without elements for a tree."""
     return jnp.asarray(value) if jax.tree_util.all_leaves([value]) else jnp.zeros(0)
 

@@ -12,9 +12,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.tree_util import PyTreeDef
 
-from ..arrays import PyTree, by_index, described, is_key, shapes_of, summable, zeros_of
+from ..arrays import (
+    Number,
+    PyTree,
+    StepKey,
+    by_index,
+    described,
+    is_key,
+    shapes_of,
+    summable,
+    zeros_of,
+)
 from ..errors import PipelineError
 from ..table.effects import By
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
@@ -25,7 +36,9 @@ _REAL = (jnp.bool_, jnp.integer, jnp.floating)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> Any:
+def _in_place(
+    buffer: Array, rows: Array, offset: Array, size: int, axis: int
+) -> tuple[Array, Array]:
     """Return a buffer that has the rows already: once to read, once to leave for later slices.
 
     The gradient of the rows is their part of the buffer's gradient.  Every slice that read the rows
@@ -34,11 +47,15 @@ def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> Any:
     return buffer, buffer
 
 
-def _forwards(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> Any:
+def _forwards(
+    buffer: Array, rows: Array, offset: Array, size: int, axis: int
+) -> tuple[tuple[Array, Array], Array]:
     return (buffer, buffer), offset
 
 
-def _backwards(size: int, axis: int, offset: Any, cotangents: Any) -> Any:
+def _backwards(
+    size: int, axis: int, offset: Array, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
     total = cotangents[1] + cotangents[0]
     return total, lax.dynamic_slice_in_dim(total, offset, size, axis), None
 
@@ -53,12 +70,12 @@ class Ledger:
     """
 
     functions: Functions
-    number: Any  # of the slice; with a cache the position of its first row
+    number: Number  # of the slice; with a cache the position of its first row
     # buffers by name; None while their shapes are inferred
-    before: Mapping[str, Any] | None
+    before: Mapping[str, Array] | None
     prefix: str = ""  # of names
-    rows: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Array] = field(default_factory=dict)
+    buffers: dict[str, Array] = field(default_factory=dict)
 
     def again(self) -> Ledger:
         """An empty ledger, for a function that is traced by itself."""
@@ -68,7 +85,7 @@ class Ledger:
         """The same ledger for one layer of the stage: layers share no names."""
         return replace(self, prefix=f"{place}/")
 
-    def append(self, name: str, rows: Any, axis: int) -> Any:
+    def append(self, name: str, rows: Array, axis: int) -> Any:
         """Return the whole buffer; PipelineError for a used name or other shapes."""
         rows, name = jnp.asarray(rows), self.prefix + name
         if name in self.rows:
@@ -124,12 +141,12 @@ class Loss(enum.Enum):
     SUM_OVER_COUNT = "sum_over_count"
 
 
-def share_of(count: Any) -> Any:
+def share_of(count: Array) -> Array:
     """1 / count; 0 where nothing is counted, so that the loss and the gradients are 0 there."""
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
 
-def mean_over_microbatches(metrics: PyTree, total: Callable[[Any], Any], parts: int) -> PyTree:
+def mean_over_microbatches(metrics: PyTree, total: Callable[[Array], Array], parts: int) -> PyTree:
     """The mean of metrics; `total` sums a leaf over its `parts`.  PipelineError for keys."""
     if keys := [name for name, leaf in by_index(metrics, "metrics").items() if is_key(leaf)]:
         raise PipelineError(
@@ -191,7 +208,7 @@ class Functions:
     def extra(
         self,
         batch: PyTree,
-        rng: Any,
+        rng: StepKey,
         stage: Any,
         microbatch: Any,
         wants: frozenset[str],
@@ -207,7 +224,7 @@ class Functions:
             batch, position = batch.batch, batch.position[sequence]
         if "microbatch" in wants:
 
-            def row(leaf: Any) -> Any:
+            def row(leaf: Array) -> Any:
                 return lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
 
             extra["microbatch"] = map_rows(row, batch, self.whole)
@@ -236,7 +253,7 @@ class Functions:
         the last slice is kept.
         """
 
-        def join(leaf: Any) -> Any:
+        def join(leaf: Array) -> Array:
             cut = leaf.reshape(leaf.shape[0] // self.slices, self.slices, *leaf.shape[1:])
             if leaf.ndim < 3 or leaf.shape[2] != self.length:
                 return cut[:, -1]
@@ -246,7 +263,7 @@ class Functions:
 
         return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
-    def _keywords(self, function: Function, extra: Extra, ledger: Any = None) -> Extra:
+    def _keywords(self, function: Function, extra: Extra, ledger: Ledger | None = None) -> Extra:
         """The keywords that a function may take; its context has the position of its slice."""
         keywords = {"microbatch": None, "state": None, "ctx": None, **extra}
         keywords["training"] = self.training
@@ -255,7 +272,7 @@ class Functions:
             keywords["ctx"] = ctx._replace(**own)
         return keywords
 
-    def _offset(self, ctx: Context) -> Any:
+    def _offset(self, ctx: Context) -> Number:
         before = 0 if ctx.offset is None else ctx.offset
         if self.slices == 1:
             return before
@@ -272,7 +289,9 @@ class Functions:
         )
         return found if jax.tree.leaves(found) else ()
 
-    def total(self, losses: Any, counts: Any, shards: int = 1) -> tuple[Any, Any, Any]:
+    def total(
+        self, losses: Array, counts: PyTree, shards: int = 1
+    ) -> tuple[Array, Array, Array | None]:
         """The loss of the step, that of each microbatch, and the factor that the gradients still
         need (None for none), from sums over data shards.
         """
@@ -285,7 +304,7 @@ class Functions:
     def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
 
-        def last(_params: PyTree, x: PyTree, _microbatch: PyTree) -> tuple[Any, PyTree]:
+        def last(_params: PyTree, x: PyTree, _microbatch: PyTree) -> tuple[Array, PyTree]:
             return jnp.zeros((), jnp.float32), x
 
         function = Function(last, "last", frozenset())
@@ -371,7 +390,7 @@ class Functions:
         if not self.room or not cache:
             return returned["x"], StageOutput(loss, state, (carry, buffers), rows)
 
-        def put(whole: Any, own: Any) -> Any:
+        def put(whole: Array, own: Array) -> Array:
             """The sequence's carry, or its rows at their position, in the cache."""
             zero, sizes = jnp.int32(0), zip(whole.shape[1:], own.shape, strict=True)
             starts = [ledger.number if room > length else zero for room, length in sizes]
@@ -400,7 +419,7 @@ class Functions:
                 "carry=function(stage_params, x) -> the first carry)"
             ) from error
 
-    def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
+    def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Array, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
         own, shared = params
         if self.last is None:
@@ -445,8 +464,8 @@ def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> 
 
 def check_forms(x: PyTree, y: PyTree) -> None:
     """PipelineError where a stage returns another tree, shape or dtype than x has."""
-    x_tree: Any = jax.tree.structure(x)
-    y_tree: Any = jax.tree.structure(y)
+    x_tree: PyTreeDef = jax.tree.structure(x)
+    y_tree: PyTreeDef = jax.tree.structure(y)
     if x_tree != y_tree:
         raise PipelineError(
             f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next "

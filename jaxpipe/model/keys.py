@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from ..arrays import Number
 from ..table.effects import By
 
 # The keys that all functions share, and that of positions; those of one function have the number
@@ -30,12 +32,12 @@ from ..table.effects import By
 _MICROBATCH, _SEQUENCE, _POSITION = 3, 4, 5
 
 
-def folded(key: Any, *numbers: Any) -> Any:
+def folded(key: Array, *numbers: Number) -> Array:
     """The key with the numbers folded in."""
     return reduce(jax.random.fold_in, numbers, key)
 
 
-def shard_key(step: Any, shard: Any, count: int) -> Any:
+def shard_key(step: Array | None, shard: Number, count: int) -> Array | None:
     """The step's key on one of `count` data shards.  Shards have different rows, so they draw
     different numbers.
     """
@@ -45,26 +47,28 @@ def shard_key(step: Any, shard: Any, count: int) -> Any:
 class Keys(NamedTuple):
     """What the keys of a function in a microbatch are made of."""
 
-    calls: Any  # the key of all its calls
-    positions: Any  # the key of all positions of all its calls
-    number: Any  # of the call: the stage or the layer, 0 of `first` and `last`
+    calls: Array  # the key of all its calls
+    positions: Array  # the key of all positions of all its calls
+    number: Number  # of the call: the stage or the layer, 0 of `first` and `last`
 
     @property
-    def own(self) -> Any:
+    def own(self) -> Array:
         """The key of the call."""
         return folded(self.calls, self.number)
 
-    def share(self, device: Any) -> Any:
+    def share(self, device: Array) -> Array:
         """The key of a share of `first` or `last`."""
         return folded(self.calls, 1 + device)
 
-    def at(self, places: Any) -> Any:
+    def at(self, places: Array) -> Array:
         """The keys of these positions in the sequence."""
         key = folded(self.positions, self.number)
         return jax.vmap(lambda place: folded(key, place))(places)
 
 
-def keys_of(of: By, step: Any, *, stage: Any, microbatch: Any, sequence: Any) -> dict[str, Any]:
+def keys_of(
+    of: By, step: Array | None, *, stage: Number, microbatch: Number, sequence: Number
+) -> dict[str, Any]:
     """The keys of a `Context`, by field; none where the step has no key."""
     if step is None:
         return {}

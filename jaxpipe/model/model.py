@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, without_numpy, zeros_of
+from ..arrays import Number, PyTree, StepKey, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.effects import By
@@ -232,7 +232,7 @@ class Model:
         *,
         microbatches: int | None = None,
         slices: int = 1,
-        rng: Any = None,
+        rng: StepKey = None,
         state: PyTree = (),
         training: bool = True,
     ) -> Any:
@@ -277,7 +277,7 @@ class Model:
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
-    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any, **how: Any) -> Plain:
+    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: StepKey, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
         stacked = callable(self.stages)
@@ -293,7 +293,7 @@ class Model:
         return Plain(own.for_batch(rows), params, rows, rng, stacked)
 
 
-def _listed(stages: Any) -> tuple[UserFunction, ...]:
+def _listed(stages: object) -> tuple[UserFunction, ...]:
     """A list of stage functions; PipelineError for anything else."""
     if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
         raise PipelineError(
@@ -367,7 +367,7 @@ class Plain:
     functions: Functions
     params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
-    rng: Any
+    rng: StepKey
     # the stages are one function, and their parameters are leaves [S, ...]
     stacked: bool
 
@@ -390,8 +390,8 @@ class Plain:
         return state, zeros_of(after[1])
 
     def microbatch(
-        self, passed: tuple[PyTree, PyTree], index: Any
-    ) -> tuple[tuple[PyTree, PyTree], tuple[Any, PyTree]]:
+        self, passed: tuple[PyTree, PyTree], index: jax.Array
+    ) -> tuple[tuple[PyTree, PyTree], tuple[jax.Array, PyTree]]:
         """State, what passes between slices, and the number of a microbatch -> both after it,
         (loss, {"count", "metrics"}).
         """
@@ -399,7 +399,7 @@ class Plain:
         loss, aux = self._outer("last", x, self.num_stages - 1, index)
         return passed, (loss + of_stages, aux)
 
-    def stages(self, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
+    def stages(self, index: jax.Array, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
         """x after all stages, the sum of their losses, and what each leaves; `passed` are their
         states and what the slice before left.
         """
@@ -432,10 +432,10 @@ class Plain:
         losses, *after = map(list, zip(*results, strict=True))
         return x, sum(losses), (*after,)
 
-    def _extra(self, stage: Any, index: Any, wants: frozenset[str], *, of: By) -> Extra:
+    def _extra(self, stage: Number, index: jax.Array, wants: frozenset[str], *, of: By) -> Extra:
         return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants, of=of)
 
-    def _outer(self, key: str, x: PyTree, stage: int, index: Any) -> Any:
+    def _outer(self, key: str, x: PyTree, stage: int, index: jax.Array) -> PyTree:
         """`first` or `last`."""
         params = self.params[key], self.params["shared"]
         extra = self._extra(stage, index, OUTER_WANTS, of=By[key.upper()])

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
 
-from ..arrays import PyTree, by_path, summable
+from ..arrays import Flag, PyTree, by_path, summable
 from ..errors import PipelineError
 from .settings import Patterns, patterns_of
 
@@ -44,11 +46,11 @@ class Replacement(NamedTuple):
     microbatches: Replaced
     shards: Replaced  # over data axes
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """An accumulator that no microbatch has added to."""
         return jnp.full(shape, self._least(dtype), dtype)
 
-    def add(self, total: Any, value: Any, is_last: Any) -> Any:
+    def add(self, total: Array, value: Array, is_last: Flag | bool) -> Array:
         """The accumulator with the value of a microbatch; `is_last`: of the last one in the order
         of the batch, whenever it runs.
         """
@@ -57,18 +59,18 @@ class Replacement(NamedTuple):
             value = jnp.where(is_last, value, jnp.zeros_like(value))
         return self.joined(total, value)
 
-    def joined(self, one: Any, other: Any, where: Any = True) -> Any:
+    def joined(self, one: Array, other: Array, where: Flag | bool = True) -> Array:
         """Two accumulators as one; the other is zeros where the flag does not hold."""
         if self.microbatches is Replaced.MAX:
             return jnp.where(where, jnp.maximum(one, other), one)
         return one + other
 
-    def kept(self, where: Any, total: Any) -> Any:
+    def kept(self, where: Flag, total: Array) -> Array:
         """The accumulator where the flag holds, an empty one elsewhere."""
         return jnp.where(where, total, self.empty(total.shape, total.dtype))
 
     def next_value(
-        self, total: Any, count: int, pipe: Sequence[str] = (), data: Sequence[str] = ()
+        self, total: Array, count: int, pipe: Sequence[str] = (), data: Sequence[str] = ()
     ) -> Any:
         """The leaf's next value from the accumulators of `count` microbatches on devices along the
         axes `pipe`, each of which has run some of them, and of data shards.
@@ -91,7 +93,7 @@ class Replacement(NamedTuple):
         total = lax.psum(total, data)
         return total / lax.axis_size(data) if self.shards is Replaced.MEAN else total
 
-    def _least(self, dtype: Any) -> Any:
+    def _least(self, dtype: DTypeLike) -> float:
         """What a maximum, or a sum, starts from."""
         return -jnp.inf if self.microbatches is Replaced.MAX else 0
 
@@ -107,7 +109,7 @@ class Replacements:
     rules: tuple[Replacement, ...]
 
     @classmethod
-    def parse(cls, replaced: Any) -> Replacements:
+    def parse(cls, replaced: object) -> Replacements:
         """From what a user writes; PipelineError lists every fault."""
         if isinstance(replaced, Replacements | None):
             return replaced or NOTHING_REPLACED
@@ -138,7 +140,7 @@ class Replacements:
         pairs = zip(self.patterns.of, self.rules, strict=True)
         return list(dict.fromkeys(rule for pattern, rule in pairs if pattern.search(path)))
 
-    def faults(self, path: str, dtype: Any, *, frozen: bool, spread: bool) -> list[str]:
+    def faults(self, path: str, dtype: np.dtype, *, frozen: bool, spread: bool) -> list[str]:
         """Why a leaf cannot be replaced; `spread`: its function runs on all devices at once."""
         rules = self._all(path)
         if not rules:
@@ -199,16 +201,16 @@ def in_microbatches(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _repeated(leaf: Any, rule: Replacement, count: int) -> Any:
+def _repeated(leaf: Array, rule: Replacement, count: int) -> Array:
     """The leaf once for each microbatch."""
     return jnp.broadcast_to(leaf, (count, *jnp.shape(leaf)))
 
 
-def _repeated_forward(leaf: Any, rule: Replacement, count: int) -> tuple[Any, None]:
+def _repeated_forward(leaf: Array, rule: Replacement, count: int) -> tuple[Array, None]:
     return _repeated(leaf, rule, count), None
 
 
-def _combined(rule: Replacement, count: int, _: None, values: Any) -> tuple[Any]:
+def _combined(rule: Replacement, count: int, _: None, values: Array) -> tuple[Array]:
     own = summable(values)
     match rule.microbatches:
         case Replaced.LAST:

@@ -12,22 +12,25 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, wraps
 from textwrap import shorten
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from ..arrays import PyTree
+from ..arrays import Leaf, PyTree
 from ..errors import Count, PipelineError, misfit
 from ..table.effects import Offload
 
 T = TypeVar("T")
 P = ParamSpec("P")
+# What a PartitionSpec says of a dim.
+SpecEntry: TypeAlias = "str | tuple[str, ...] | None"
 
 
-def is_spec(value: Any) -> bool:
+def is_spec(value: object) -> bool:
     """A leaf of a tree of specs."""
     return value is None or isinstance(value, PartitionSpec)
 
@@ -37,14 +40,14 @@ def holds(prefix: str, name: str) -> bool:
     return prefix in ("", name) or name.startswith(prefix + "/")
 
 
-def names_of(entry: Any) -> tuple[Any, ...]:
+def names_of(entry: SpecEntry) -> tuple[str, ...]:
     """The mesh axes that an entry of a PartitionSpec names."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def axes_of(specs: Any) -> set[Any]:
+def axes_of(specs: PyTree) -> set[str]:
     """The mesh axes that any of these specs names."""
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     own = [entry for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec]
@@ -113,7 +116,7 @@ def own_context(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def trimmed(*entries: Any) -> PartitionSpec:
+def trimmed(*entries: SpecEntry) -> PartitionSpec:
     """A spec without its last Nones, as JAX writes results': it compiles again for an equal
     sharding that is written otherwise.
     """
@@ -156,14 +159,14 @@ def on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
     return with_sharding(leaf, to) if is_shape else jax.device_put(leaf, to)
 
 
-def is_same(mesh: Any, own: Mesh) -> bool:
+def is_same(mesh: jax.sharding.AbstractMesh | Mesh, own: Mesh) -> bool:
     """Whether a mesh has the devices and the axes of this one, of whatever types."""
     return mesh.shape == own.shape and (
         not isinstance(mesh, Mesh) or list(mesh.devices.flat) == list(own.devices.flat)
     )
 
 
-def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def with_sharding(leaf: Leaf, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     """The shape of the leaf, spread like this."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -174,7 +177,7 @@ def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Ca
     return jax.jit(on_mesh(mesh, function, to), out_shardings=shardings)
 
 
-def on_mesh_of(like: Any, leaf: Any) -> Any:
+def on_mesh_of(like: jax.Array, leaf: jax.Array) -> Any:
     """The same array with the type of another one, whose mesh may have axes of other types."""
     to = jax.typeof(like).sharding
     if jax.typeof(leaf).sharding == to:
@@ -183,24 +186,24 @@ def on_mesh_of(like: Any, leaf: Any) -> Any:
         return jax.reshard(leaf, to.spec)
 
 
-def as_automatic(leaf: Any) -> Any:
+def as_automatic(leaf: jax.Array) -> jax.Array:
     """The same array, of which the types of mesh axes say no longer how it is spread; the
     partitioner still knows.
     """
     return jax.reshard(leaf, PartitionSpec()) if is_explicit(leaf) else leaf
 
 
-def is_explicit(leaf: Any) -> bool:
+def is_explicit(leaf: ArrayLike) -> bool:
     """Whether the type of an array names mesh axes that are explicit."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:
+def _explicit(context: jax.sharding.AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
     """The spec as the context's explicit axes want it: automatic ones are not named."""
     kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
 
-    def kept(entry: Any) -> Any:
+    def kept(entry: SpecEntry) -> SpecEntry:
         names = tuple(n for n in names_of(entry) if kinds.get(n) is AxisType.Explicit)
         return names[0] if len(names) == 1 else names or None
 
@@ -219,7 +222,7 @@ class Patterns:
     of: tuple[re.Pattern[str], ...]
     argument: str = "frozen"  # of `Model`, in errors
 
-    def __call__(self, path: str, _leaf: Any) -> bool:
+    def __call__(self, path: str, _leaf: Leaf) -> bool:
         """Whether one of them is found in a path."""
         return any(pattern.search(path) for pattern in self.of)
 
@@ -236,7 +239,7 @@ class Patterns:
         return found
 
 
-def frozen_filter(frozen: Any) -> Callable[[str, Any], bool] | None:
+def frozen_filter(frozen: Any) -> Callable[[str, Leaf], bool] | None:
     """The filter of frozen parameters, from a function or from regular expressions of paths."""
     if frozen is None or callable(frozen):
         function: Callable[[str, Any], bool] | None = frozen
@@ -368,7 +371,7 @@ class Sharding:
         PipelineError.refuse("the mesh does not fit", faults)
 
     def spec_faults(
-        self, where: str, shape: tuple[int, ...], spec: Any, mesh: Mapping[str, int]
+        self, where: str, shape: tuple[int, ...], spec: object, mesh: Mapping[str, int]
     ) -> list[str]:
         """Faults of the spec of a parameter, whose shape has no stage axis; `mesh`: axes and their
         sizes.

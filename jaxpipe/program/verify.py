@@ -19,7 +19,7 @@ from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, TOGETHER, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
 from .gathers import Fault, ProgramRule, gather_faults
-from .ir import NOBODY, POOL_OF, SENT_TO, Program
+from .ir import NOBODY, POOL_OF, SENT_TO, IntTable, Program, Record
 from .segments import FLAGS, BlockUse, Permute, Presence, Segment, Transit, room_of
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -202,7 +202,9 @@ def _run_faults(program: Program) -> Iterator[Fault]:
                 yield Fault(ProgramRule.CODE, message, segment.start + ticks[0])
 
 
-def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:
+def _part_faults(
+    use: BlockUse, record: Record[IntTable], ticks: Ints, runs: BoolTable
+) -> Iterator[Fault]:
     """The inner parts of a block run exactly where their flags say."""
     for flag in {"is_first", "is_last", "is_local"}.intersection(FLAGS[use.block.kind]):
         presence, flags = use.presence(flag), getattr(record, flag)[ticks]
@@ -261,7 +263,7 @@ class Accesses(NamedTuple):
     # within the tick: 4 n before block n or after n blocks, two more in it; `_AFTER` all of them
     place: Any
     order: Any  # within the block: that of `Access`
-    value: Ints
+    value: Ints | IntTable
 
     @property
     def is_read(self) -> NDArray[np.bool_]:
@@ -281,10 +283,10 @@ def _accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Acces
 
 def _happening(
     program: Program, place: Place, block: Running
-) -> Iterator[tuple[Effect, At, Any, Any]]:
+) -> Iterator[tuple[Effect, At, Record[IntTable], Ints]]:
     """The effects of a block on a place: where they happen, the record, and the values."""
     kind = block.use.block.kind
-    record: Any = program.ticks.of(kind)
+    record: Record[IntTable] = program.ticks.of(kind)
     for effect in program.effects(kind):
         if effect.place is not place or not block.use.does(effect):
             continue
@@ -356,7 +358,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
     on_host = pool is Place.HOST
     place = 0 if on_host else _AFTER
     for record, move in product(program.ticks.moves, MOVES):
-        value: Any = getattr(record, move.value)
+        value: IntTable = getattr(record, move.value)
         tick, device = at = np.nonzero(value != NOBODY)
         for order, columns in ((Access.READ, move.reads), (Access.WRITE, move.writes)):
             # A device's slot is read when the tick before is over.

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import dropwhile, islice, takewhile
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..arrays import Flag, Leaves, Scalar
@@ -141,10 +142,7 @@ class DeviceAction:
         return jnp.array(numbers)[self.row.stage]
 
     def _block(
-        self,
-        effects: Iterable[Effect],
-        run: Callable[[State], State],
-        more: Iterable[Key] = (),
+        self, effects: Iterable[Effect], run: Callable[[State], State], more: Iterable[Key] = ()
     ) -> BlockCode:
         """Code with these effects, which may change `more`."""
         effects = list(effects)
@@ -402,6 +400,6 @@ def pair_block(forward: DeviceAction, backward: DeviceAction) -> BlockCode:
     return BlockCode.of_all((forward.block(), backward.block()), run_both)
 
 
-def _or_zeros(flag: Flag | None, leaf: Any) -> Any:
+def _or_zeros(flag: Flag | None, leaf: jax.Array) -> jax.Array:
     """The leaf where a flag holds, zeros elsewhere."""
     return leaf if flag is None else jnp.where(flag, leaf, jnp.zeros_like(leaf))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Never, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from ..arrays import Flag, Leaves, Scalar, as_dtype, is_key, with_words
+from ..arrays import Avals, Flag, Leaves, Scalar, as_dtype, is_key, with_words
 from ..jaxprs.entry import Slot
 from ..program.segments import Presence
 from ..table.effects import Place
@@ -77,17 +77,17 @@ def _next(trips: Scalar) -> Scalar:
     return trips + 1
 
 
-def read(pool: Sequence[Any], slot: Scalar) -> Leaves:
+def read(pool: Sequence[Array], slot: Scalar) -> Leaves:
     """One slot of every leaf of a pool ([slots, ...])."""
     return [lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False) for leaf in pool]
 
 
-def write(pool: Sequence[Any], slot: Scalar, values: Sequence[Any]) -> Leaves:
+def write(pool: Sequence[Array], slot: Scalar, values: Sequence[Array]) -> Leaves:
     """The pool with one slot replaced."""
     return [_replaced(leaf, slot, value) for leaf, value in zip(pool, values, strict=True)]
 
 
-def add_at(pool: Any, slot: Scalar, value: Any) -> Any:
+def add_at(pool: Array, slot: Scalar, value: Array) -> Array:
     """The leaf with a value added to one slot."""
     return _replaced(
         pool,
@@ -96,21 +96,21 @@ def add_at(pool: Any, slot: Scalar, value: Any) -> Any:
     )
 
 
-def _replaced(pool: Any, slot: Scalar, value: Any) -> Any:
+def _replaced(pool: Array, slot: Scalar, value: Array) -> Array:
     return lax.dynamic_update_index_in_dim(pool, as_dtype(value, pool.dtype), slot, 0)
 
 
-def empty(avals: Sequence[Any], *leading: int) -> Leaves:
+def empty(avals: Avals, *leading: int) -> Leaves:
     """Zeroed leaves; those of a pool with its number of slots as the leading dim."""
     return [zeros((*leading, *aval.shape), aval.dtype) for aval in avals]
 
 
-def without_weak_types(values: Sequence[Any]) -> Leaves:
+def without_weak_types(values: Sequence[Array]) -> Leaves:
     """The same values without weak types, which a loop's carry must not change."""
     return [as_dtype(value, value.dtype) for value in values]
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     """Zeros, or as many keys of zeros."""
     if is_key(jax.ShapeDtypeStruct(shape, dtype)):
         key = jax.random.key(0, impl=str(dtype._impl.name))
@@ -121,10 +121,10 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 class _Seen(dict[Key, Any]):
     """The part of a state that a block may read."""
 
-    def __missing__(self, key: Key) -> Any:
+    def __missing__(self, key: Key) -> Never:
         raise AssertionError(f"a block reads {key}, which its effects do not name")
 
-    def __or__(self, other: Any) -> _Seen:  # type: ignore[override]
+    def __or__(self, other: State) -> _Seen:  # type: ignore[override]
         return _Seen({**self, **other})
 
 
@@ -238,7 +238,7 @@ def false() -> Flag:
     return jnp.zeros((), bool)
 
 
-def is_ordered(leaf: Any) -> bool:
+def is_ordered(leaf: Array) -> bool:
     """Whether a token can depend on it; keys cannot give one."""
     return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
 

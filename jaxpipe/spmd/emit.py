@@ -135,7 +135,7 @@ class TracedStep:
             return finish(step, state, given.params)
 
 
-def _narrow(table: Any) -> Any:
+def _narrow(table: np.ndarray) -> np.ndarray:
     """The table in the smallest signed integers that hold it.  It is a constant of the program, and
     grows with M.
     """

@@ -5,7 +5,7 @@ and residuals in the host's memory, which are stored and fetched around the bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import prod
@@ -14,14 +14,15 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 # an uninitialised array, as `lax.scan` uses for its stacks
 from jax._src.lax.lax import empty2
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from ..arrays import Flag, Leaves, Scalar, is_key
+from ..arrays import Avals, Flag, Leaves, Scalar, is_key
 from ..jaxprs.entry import Alone, Entry, Slot
 from ..jaxprs.slots import is_split_further
 from ..program.ir import NOBODY, Program, TickRecord
@@ -30,7 +31,6 @@ from ..storage.table import Home, Places
 from ..table.effects import MOVES, Place
 from .block import TOKEN, Key, State, write, zeros
 
-Avals: TypeAlias = "Sequence[Any]"
 _Typed: TypeAlias = "tuple[tuple[int, ...], Any]"
 
 
@@ -38,12 +38,12 @@ _Typed: TypeAlias = "tuple[tuple[int, ...], Any]"
 KEEP_SHAPES = 1.1
 
 
-def taken(places: Places, leaves: Sequence[Any]) -> Leaves:
+def taken(places: Places, leaves: Sequence[Array]) -> Leaves:
     """The values in these places of shared leaves."""
     return [place.take(leaves[place.at]) for place in places]
 
 
-def put(places: Places, leaves: Sequence[Any], values: Iterable[Any]) -> Leaves:
+def put(places: Places, leaves: Sequence[Array], values: Iterable[Array]) -> Leaves:
     """The shared leaves with these values in the places."""
     after = list(leaves)
     for place, value in zip(places, values, strict=True):
@@ -56,7 +56,7 @@ class InPool(NamedTuple):
     the buffer there.
     """
 
-    pool: Sequence[Any]
+    pool: Sequence[Array]
     held: list[tuple[Home, Slot | Alone]]
 
     def read(self) -> Leaves:
@@ -72,7 +72,7 @@ class InPool(NamedTuple):
         return [None if p.flat else leaf for p, leaf in self.held]
 
     def write(
-        self, values: Sequence[Any], *, where: Flag | None = None, in_slots: bool = False
+        self, values: Sequence[Array], *, where: Flag | None = None, in_slots: bool = False
     ) -> Leaves:
         """The pool with other values in the slot, where a flag is True.
 
@@ -105,7 +105,7 @@ class SharedBuffer:
     values.
     """
 
-    avals: tuple[Any, ...]
+    avals: Avals
     places: dict[tuple[_Typed, ...], Places]
     entries: tuple[Entry, ...]  # how a pool of buffers keeps each leaf
 
@@ -171,20 +171,20 @@ class SharedBuffer:
         """The places of a kind's leaves."""
         return self.places[_typed(avals)]
 
-    def at(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> InPool:
+    def at(self, pool: Sequence[Array], slot: Scalar, avals: Avals) -> InPool:
         """A kind's values in one slot of a pool of buffers."""
         places = self.of_kind(avals)
         return InPool(pool, [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in places])
 
-    def alone(self, slot: Sequence[Any], avals: Avals) -> InPool:
+    def alone(self, slot: Sequence[Array], avals: Avals) -> InPool:
         """A kind's values in a slot whose leaves are arrays of their own."""
         return InPool(slot, [(p, Alone(slot[p.at])) for p in self.of_kind(avals)])
 
-    def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
+    def put(self, leaves: Sequence[Array], avals: Avals, values: Iterable[Array]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
         return put(self.of_kind(avals), leaves, map(jnp.asarray, values))
 
-    def whole(self, pool: Sequence[Any], slot: Scalar) -> list[Slot]:
+    def whole(self, pool: Sequence[Array], slot: Scalar) -> list[Slot]:
         """One slot of every leaf of the buffer."""
         return [Slot(leaf, slot, entry) for leaf, entry in zip(pool, self.entries, strict=True)]
 
@@ -201,7 +201,7 @@ class SharedBuffer:
         return [unfilled(aval.shape, aval.dtype) for aval in self.avals]
 
 
-def unfilled(shape: tuple[int, ...], dtype: Any) -> Any:
+def unfilled(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """An array whose values are written before they are read.
 
     The partitioner does not split an array that nothing fills: each device would have all of it.
@@ -237,11 +237,11 @@ def _groups(keyed: Sequence[tuple[_Typed, ...]], *, by_size: bool) -> list[_Memb
     `by_size`: of these only leaves that all kinds have.  For the others, by dtype, one leaf for the
     largest of each kind, one for the second largest, and so on.
     """
-    found: dict[tuple[Any, int], _Members] = {}
+    found: dict[tuple[object, int], _Members] = {}
 
-    def add(number: int, leaves: Iterable[tuple[int, Any]]) -> None:
+    def add(number: int, leaves: Iterable[tuple[int, Hashable]]) -> None:
         """Leaves of a kind, each to the first group of its key that has none of this kind."""
-        seen: Counter[Any] = Counter()
+        seen: Counter[Hashable] = Counter()
         for n, key in leaves:
             found.setdefault((key, seen[key]), {})[number] = n
             seen[key] += 1
@@ -280,8 +280,7 @@ def shared_buffers(
     """
     stored = {
         place: SharedBuffer.of(
-            [kind.avals[place] for kind in kinds],
-            [each.stored[place] for each in entries],
+            [kind.avals[place] for kind in kinds], [each.stored[place] for each in entries]
         )
         for place in STORED
     }
@@ -329,7 +328,7 @@ class Packing:
                 pools.append(zeros(shape, dtype))
         return pools
 
-    def pack(self, values: Sequence[Any]) -> Leaves:
+    def pack(self, values: Sequence[Array]) -> Leaves:
         """Leaves as pools keep them, in one array a group."""
         packed = []
         for leaves in self.groups.values():
@@ -342,9 +341,9 @@ class Packing:
             packed.append(array)
         return packed
 
-    def unpack(self, packed: Sequence[Any]) -> Leaves:
+    def unpack(self, packed: Sequence[Array]) -> Leaves:
         """The leaves."""
-        found: dict[int, Any] = {}
+        found: dict[int, Array] = {}
         for leaves, array in zip(self.groups.values(), packed, strict=True):
             at = 0
             for i, entry in leaves:
@@ -447,14 +446,14 @@ def _after_fetch(state: State) -> State:
     return state | dict(zip(names, values, strict=True))
 
 
-def _at(leaf: Any, slot: Scalar) -> Any:
+def _at(leaf: Array, slot: Scalar) -> Array:
     return lax.dynamic_index_in_dim(leaf, jnp.maximum(slot, 0), 0, keepdims=False)
 
 
-def _to(space: Any, leaf: Any) -> Any:
+def _to(space: Any, leaf: Array) -> Array:
     return jax.device_put(leaf, space) if _moves(leaf.dtype) else leaf
 
 
-def _moves(dtype: Any) -> bool:
+def _moves(dtype: DTypeLike) -> bool:
     """Keys of random numbers stay: they are small."""
     return not jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ from .step import DeviceStep
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
 
 
-def _after(leaf: Any, state: State) -> Any:
+def _after(leaf: Array, state: State) -> Array:
     """The leaf, with a dependence on the end of earlier blocks of the tick (the token is False
     after every block).
     """
@@ -68,7 +68,7 @@ class SegmentCode:
     def __init__(self, step: DeviceStep, segment: Segment) -> None:
         self.step, self.segment, self._program = step, segment, step.program
 
-    def run(self, table: Any, state: State) -> State:
+    def run(self, table: Array, state: State) -> State:
         """The state after the segment.
 
         `table` has a line of numbers for each tick: the record of this device.
@@ -78,7 +78,7 @@ class SegmentCode:
         lines = lines.reshape(segment.repeats, segment.period, table.shape[1])
         flies = bool(segment.in_flight)
 
-        def trip(state: State, lines: Any) -> tuple[State, None]:
+        def trip(state: State, lines: Array) -> tuple[State, None]:
             lines = lines.astype(jnp.int32)
             if segment.loops:
                 return self._loops(segment.loops, 0, lines, state), None
@@ -103,7 +103,7 @@ class SegmentCode:
             state = self._arrive(transit, last, brought[transit], state, keep=True)
         return state
 
-    def _loops(self, loops: Sequence[TickLoop], start: int, lines: Any, state: State) -> State:
+    def _loops(self, loops: Sequence[TickLoop], start: int, lines: Array, state: State) -> State:
         """Loops that begin at a tick of the trip, with the lines of their ticks."""
         begin = 0
         for loop in loops:
@@ -116,13 +116,13 @@ class SegmentCode:
             begin += len(own)
         return state
 
-    def _turn(self, loop: TickLoop, at: int, state: State, lines: Any) -> tuple[State, None]:
+    def _turn(self, loop: TickLoop, at: int, state: State, lines: Array) -> tuple[State, None]:
         """One turn of a loop."""
         if loop.body:
             return self._loops(loop.body, at, lines, state), None
         return self._tick(at, {at: self._record(lines[0])}, state, {}), None
 
-    def _record(self, line: Any) -> TickRecord[Scalar]:
+    def _record(self, line: Array) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
         column = iter(range(line.shape[0]))
         return self._program.ticks.map(lambda _: line[next(column)])
@@ -161,7 +161,9 @@ class SegmentCode:
         kind_of = np.array([*self.step.code.kind_of, NOBODY])
         kinds = [kind_of[self._stages(use)[ticks]] for use in blocks]
 
-        def by_kinds(places: Sequence[int], where: Any, paired: bool | None) -> list[_Run]:
+        def by_kinds(
+            places: Sequence[int], where: NDArray[np.bool_], paired: bool | None
+        ) -> list[_Run]:
             """The runs of these blocks by kinds of stages, on the devices that run them all."""
             those = np.logical_and.reduce([where, *(kinds[p] != NOBODY for p in places)])
             counts = Counter(zip(*(kinds[p][those].tolist() for p in places), strict=True))

@@ -14,11 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from ..arrays import (
     Flag,
     Leaves,
+    LossScale,
     Params,
     PyTree,
     Scalar,
@@ -114,7 +115,7 @@ class DeviceStep:
         self.seed: Any = setup.seed(self._count(), inputs.scale) if setup.training else None
 
     @property
-    def share_seed(self) -> Any:
+    def share_seed(self) -> Array:
         """The cotangent of a loss that all devices of the pipe axis compute."""
         return self.seed / lax.axis_size(self.setup.axis)
 
@@ -131,7 +132,7 @@ class DeviceStep:
         places = (Home(i, Entry(()), flat=False) for i in range(len(plans)))
         return {GRADIENTS_OF[key]: Gradients.of(plans, places)}
 
-    def _count(self) -> Any:
+    def _count(self) -> Array | None:
         """The count of the step, where the rows of the batch determine it.  All devices have them,
         so that no device waits for another's.
         """
@@ -177,7 +178,7 @@ class DeviceStep:
         ]
         return stacks_of_layers([place for each in own for place in each.places])
 
-    def plans_of(self, chunk: int) -> list[Any]:
+    def plans_of(self, chunk: int) -> list[LeafPlan]:
         """The plans of a chunk's parameters, or of those in a room.  A chunk that another device
         owns is like the last one.
         """
@@ -336,7 +337,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         scattered = bool(step.rooms) and axes == setup.data_axes  # those of stages
         sums = reduce_gradients(values, own, axes, by_parts=by_parts, scattered=scattered)
 
-        def one(total: Any, plan: LeafPlan, param: Any) -> Any:
+        def one(total: Array, plan: LeafPlan, param: Array) -> Any:
             if rule := plan.replaced:
                 pipe = [setup.axis] if setup.axis in axes else []
                 data = [axis for axis in plan.whole_axes(axes) if axis != setup.axis]
@@ -367,8 +368,8 @@ def _present(leaves: Leaves) -> Leaves:
 
 
 def totals(
-    setup: Setup, losses: Any, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
-) -> tuple[dict[str, Any], Any]:
+    setup: Setup, losses: Array, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
+) -> tuple[dict[str, PyTree], Array | None]:
     """The step's loss, per-microbatch losses and metrics on every device, and the remaining factor
     of gradients; or the last stage's outputs for all rows of this data shard.
 
@@ -391,7 +392,7 @@ def totals(
     return {"loss": loss, "losses": losses, "metrics": metrics}, factor
 
 
-def scaled_loss(results: Mapping[str, Any], scale: Any) -> dict[str, Any]:
+def scaled_loss(results: Mapping[str, PyTree], scale: LossScale) -> dict[str, Array]:
     """The loss with a factor, where there are both."""
     if scale is None or "loss" not in results:
         return {}
@@ -399,7 +400,7 @@ def scaled_loss(results: Mapping[str, Any], scale: Any) -> dict[str, Any]:
     return {"loss": loss * jnp.asarray(scale, loss.dtype)}
 
 
-def merged_state(setup: Setup, leaf: Any, data: tuple[str, ...]) -> Any:
+def merged_state(setup: Setup, leaf: Array, data: tuple[str, ...]) -> Array:
     """A leaf of the stages' state after the step, averaged over data shards; the greatest of what
     is not floating.
     """

@@ -16,7 +16,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Leaves, PyTree, zeros_of
+from ..arrays import Leaf, Leaves, PyTree, zeros_of
 from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions, traced_once
 from ..known_faults import Feature, faults_for
@@ -275,7 +275,7 @@ def _output_specs(
 
     The partitioner's propagation is the first pass of XLA.  It runs alone, so nothing is compiled.
     """
-    module = _lowered_alone(setup, function, groups).compiler_ir("stablehlo")
+    module: Any = _lowered_alone(setup, function, groups).compiler_ir("stablehlo")
     with module.context:
         PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     results: Any = ir.SymbolTable(module.operation)["main"].attributes["res_attrs"]
@@ -297,11 +297,8 @@ def _spec_of(sharding: Any) -> PartitionSpec:
 
 
 def compiled_alone(
-    setup: Setup,
-    function: Callable[..., Leaves],
-    *groups: SplitLeaves,
-    donated: Sequence[int] = (),
-) -> Any:
+    setup: Setup, function: Callable[..., Leaves], *groups: SplitLeaves, donated: Sequence[int] = ()
+) -> jax.stages.Compiled:
     """A piece of a device's program compiled by itself for the step's mesh: it takes a list for
     each group and returns one.
 
@@ -317,11 +314,11 @@ def _lowered_alone(
     function: Callable[..., Leaves],
     groups: Sequence[SplitLeaves],
     donated: Sequence[int] = (),
-) -> Any:
+) -> jax.stages.Lowered:
     mesh = setup.mesh
     program = mapped(function, mesh, setup.axes, in_specs=_WHOLE, out_specs=_WHOLE)
 
-    def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
+    def shape(aval: Leaf, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         split = None if spec is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=split)
 
@@ -330,7 +327,7 @@ def _lowered_alone(
     )
 
 
-def _entry(setup: Setup, aval: Any, spec: PartitionSpec | None) -> Entry:
+def _entry(setup: Setup, aval: Leaf, spec: PartitionSpec | None) -> Entry:
     """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     whole = Entry(tuple(aval.shape), tile=() if is_key else setup.target.runs_on.tile)

@@ -24,13 +24,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
-from ..arrays import Leaves
+from ..arrays import Avals, Leaf, Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs.cut import cut, drop_dead, equal_outputs, keep_first, known_from, needed_for
 from ..jaxprs.equations import (
@@ -59,11 +61,13 @@ class ParamUse(NamedTuple):
 
     trained: bool = True
     once: bool = True
-    total: Any = None  # None: as the product's operands
+    total: DTypeLike | None = None  # None: as the product's operands
     in_layers: bool = False
 
     @classmethod
-    def of(cls, leaf: Any, *, frozen: bool, total: Any = None, in_layers: bool = False) -> ParamUse:
+    def of(
+        cls, leaf: Leaf, *, frozen: bool, total: DTypeLike | None = None, in_layers: bool = False
+    ) -> ParamUse:
         """The uses of one parameter.  Values of a frozen parameter of fewer than 16 bits are
         computed in each microbatch: one copy for the whole step would be larger than the parameter.
         """
@@ -103,7 +107,7 @@ GRADIENT_OF = {
 }
 
 
-def by_place(trees: Mapping[Place, Any]) -> dict[Place, tuple[Any, ...]]:
+def by_place(trees: Mapping[Place, PyTree]) -> dict[Place, Avals]:
     """The leaves of each place, with those of gradients: floating leaves have one."""
     avals = {place: tuple(jax.tree.leaves(trees.get(place, ()))) for place in Place}
     return avals | {place: tuple(filter(inexact, avals[of])) for place, of in GRADIENT_OF.items()}
@@ -122,14 +126,14 @@ class StageCode:
     `input_grad` before gradients.
     """
 
-    consts: tuple[Any, ...]  # arrays that the function closes over
+    consts: tuple[jax.Array, ...]  # arrays that the function closes over
     uses: tuple[ParamUse, ...]  # of each parameter, of one for each layer of a stack that is apart
     layers: tuple[int, ...] = ()  # how many parameters each stored leaf gives, 0: itself
     num_extra: int = 0  # the context, the rows of the microbatch, the state before it
-    y_tree: Any = None  # of what it returns for the next stage, or besides a loss
+    y_tree: PyTreeDef | None = None  # of what it returns for the next stage, or besides a loss
     # by place: inputs, SENT_X what a stage returns, LOSSES its loss, STAGE_STATE the state after
     # it, AUX what `last` returns besides its loss, and gradients
-    avals: Mapping[Place, tuple[Any, ...]]
+    avals: Mapping[Place, Avals]
     hoist: core.Jaxpr = _NOTHING
     forward: core.Jaxpr = _NOTHING
     evaluate: core.Jaxpr = _NOTHING
@@ -162,7 +166,7 @@ class StageCode:
         own = slice(len(self.consts), len(self.known))
         return tuple(map(any, zip_longest(*(reads(block)[own] for block in blocks))))
 
-    def totals(self, numbers: range) -> dict[int, Any]:
+    def totals(self, numbers: range) -> dict[int, DTypeLike | None]:
         """The dtypes of the accumulators of its gradients, by the numbers of the results; in
         training these are the first of `numbers`, and else there are none.
         """
@@ -180,7 +184,7 @@ class StageCode:
         return any(eqn.primitive.name == "while" for eqn in every_equation(self.evaluate))
 
     @property
-    def y(self) -> Any:
+    def y(self) -> PyTree:
         """Shapes of what it returns for the next stage."""
         return jax.tree.unflatten(self.y_tree, self.avals[Place.SENT_X])
 
@@ -199,7 +203,7 @@ class StageCode:
         ends = accumulate((len(self.avals[place]) for place in places), initial=start)
         return {place: slice(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
 
-    def results(self, places: Sequence[Place], values: Sequence[Any]) -> dict[Place, Leaves]:
+    def results[T](self, places: Sequence[Place], values: Sequence[T]) -> dict[Place, list[T]]:
         """The results for consecutive places, of the first of these values."""
         return {place: list(values[span]) for place, span in self.spans(places).items()}
 
@@ -261,12 +265,12 @@ def signature(code: StageCode, by: By, kind: Kind, *, keeps: bool, defers: bool)
     return Signature(code.backward, (Place.LOSSES,), (*own, *gradients, Place.SENT_DX))
 
 
-def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
+def run(jaxpr: core.Jaxpr, *arguments: object) -> Leaves:
     """Evaluate a jaxpr without constants."""
     return results_of(closed_jaxpr(jaxpr), *arguments)
 
 
-def inexact(leaf: Any) -> bool:
+def inexact(leaf: Leaf) -> bool:
     """True for arrays that have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
@@ -316,10 +320,7 @@ def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Ja
     marks = [*known, *(False for _ in range(count - head))]
     jaxpr = with_fp8_rows(jaxpr, marks)
     first, second = cut(
-        jaxpr,
-        known_from(jaxpr, marks)[0],
-        outputs=[False] * len(jaxpr.outvars),
-        repeat=is_view,
+        jaxpr, known_from(jaxpr, marks)[0], outputs=[False] * len(jaxpr.outvars), repeat=is_view
     )
     once = first.replace(invars=first.invars[:head])
     same = equal_outputs(once)

@@ -4,13 +4,11 @@ determine it, so that backwards begin with the cotangent that the loss of the st
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import PyTree
+from ..arrays import Leaves, PyTree, StepKey
 from ..errors import PipelineError
 from ..jaxprs.equations import results_of
 from ..model.batch import map_rows
@@ -35,10 +33,10 @@ def total_count(
     code: StageCode,
     functions: Functions,
     batch: PyTree,
-    rng: Any,
-    stage: Any,
+    rng: StepKey,
+    stage: jax.Array,
     data_axes: tuple[str, ...] = (),
-) -> Any:
+) -> jax.Array | None:
     """The sum of the counts of all microbatches of a batch that is cut, before they run; None where
     something besides rows and context determines a count, or the loss has none.
 
@@ -51,7 +49,7 @@ def total_count(
     marks = map_rows(lambda _: True, batch, functions.whole, lambda _: False)
     axes = [0 if has_rows else None for has_rows in jax.tree.leaves(marks)]
 
-    def one(number: Any, rows: list[Any]) -> Any:
+    def one(number: jax.Array, rows: Leaves) -> jax.Array:
         wants = frozenset({"ctx"})
         extra = functions.extra(batch, rng, stage, number, wants, of=By.LAST)
         extra["microbatch"] = jax.tree.unflatten(tree, rows)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import Leaves, PyTree, accumulator_dtype, by_index, shapes_of, whole
+from ..arrays import Avals, Leaves, PyTree, StepKey, accumulator_dtype, by_index, shapes_of, whole
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -132,7 +132,7 @@ class ModelCode:
         return any(equation.primitive.name == "custom_partitioning" for equation in equations)
 
     @property
-    def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
+    def outer_pools(self) -> dict[Place, Avals]:
         """The values that pools keep for `first` and `last`."""
         y = self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
         return {
@@ -191,7 +191,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     shared_uses = uses_of(setup, shared, leaf_plans(setup.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
-        def extra(batch: PyTree, rng: Any, index: Any) -> dict[str, PyTree]:
+        def extra(batch: PyTree, rng: StepKey, index: jax.Array) -> dict[str, PyTree]:
             return functions.extra(batch, rng, index, index, wants, of=By.STAGE)
 
         index = jax.ShapeDtypeStruct((), jnp.int32)
@@ -216,7 +216,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
 
     first = outer("first", ())
     x: PyTree = first.y
-    kinds: dict[tuple[Any, ...], StageCode] = {}
+    kinds: dict[object, StageCode] = {}
     kind_of: list[int] = []
     for stage, function in enumerate(functions.stages):
         own = layout.held(stage, inputs.owned)
@@ -240,7 +240,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
         last = cut_last(last, setup.axis, setup.form)
     shared_gradients = sum(use.trained for use in shared_uses) if setup.training else 0
 
-    def of_model(code: StageCode, own: Place, more: Mapping[Place, tuple[Any, ...]]) -> StageCode:
+    def of_model(code: StageCode, own: Place, more: Mapping[Place, Avals]) -> StageCode:
         """The code, with the gradients of its own and of the shared parameters apart."""
         every = code.avals[Place.STAGE_GRADIENTS]
         at = len(every) - shared_gradients
@@ -248,7 +248,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
         return replace(code, avals={**code.avals, **gradients, **more})
 
     # what the gradient of `first` needs: what it keeps, or of all devices that of its result
-    kept = tuple(leaf for place in RESIDUALS for leaf in first.avals[place])
+    kept: Avals = tuple(leaf for place in RESIDUALS for leaf in first.avals[place])
     kept = first.avals[Place.COTANGENT] if found.spreads_first else kept
     return replace(
         found,
@@ -258,7 +258,9 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     )
 
 
-def _of_whole(run: Callable[..., PyTree], axis: str, params: PyTree, y: PyTree, extra: Any) -> Any:
+def _of_whole(
+    run: Callable[..., PyTree], axis: str, params: PyTree, y: PyTree, extra: Any
+) -> tuple[jax.Array, PyTree]:
     """`last` of the output of the last stage, which one device has and the others have as zeros.
 
     The source differs from microbatch to microbatch where a stage is on two devices.  One sum is

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from ..arrays import PyTree, shape_of
+from ..arrays import Leaf, LossScale, PyTree, StepKey, shape_of
 from ..lowering.plan import Plan
 from ..lowering.target import Form, Target
 from ..model.arguments import StepArguments
@@ -40,7 +41,7 @@ class Setup:
     plan: Plan
     functions: Functions
     partition: Partition
-    accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
+    accumulate: DTypeLike | None  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
     target: Target  # the kind of the mesh's devices
@@ -96,7 +97,7 @@ class Setup:
         """The stages of each device."""
         return self.partition.layout
 
-    def seed(self, count: Any, scale: Any) -> Any:
+    def seed(self, count: jax.Array | None, scale: LossScale) -> jax.Array:
         """The cotangent of one microbatch's loss: with the factor of the loss, and with the count
         of the step where it is known before.
         """
@@ -130,7 +131,7 @@ class Setup:
     def shapes(self, *arguments: PyTree) -> Inputs:
         """The shapes that a device starts from, for arguments of a step, or their shapes."""
 
-        def own(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        def own(leaf: Leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             whole = shape_of(leaf)
             split = NamedSharding(self.mesh, spec)
             return whole.update(shape=split.shard_shape(whole.shape))
@@ -198,10 +199,10 @@ class Inputs(NamedTuple):
     first: PyTree
     last: PyTree
     batch: PyTree  # leaves [M, ...]
-    rng: Any
-    scale: Any  # a factor of the loss, or None
+    rng: StepKey
+    scale: LossScale  # a factor of the loss, or None
 
 
-def mesh_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
+def mesh_key(rng: StepKey, data_axes: tuple[str, ...], data_size: int) -> jax.Array | None:
     """The step's key on this device's data shard."""
     return shard_key(rng, lax.axis_index(data_axes) if data_axes else 0, data_size)

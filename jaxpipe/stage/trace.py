@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaves, PyTree, shapes_of
+from ..arrays import Leaf, Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -72,7 +72,7 @@ def _write(buffer: Any, rows: Any, number: Any) -> core.Jaxpr:
     """Write the rows of slice `number` into the buffer, all given by their avals."""
     axis = next(i for i, (a, b) in enumerate(zip(buffer.shape, rows.shape, strict=True)) if a != b)
 
-    def update(buffer: Any, rows: Any, number: Any) -> Any:
+    def update(buffer: jax.Array, rows: jax.Array, number: jax.Array) -> jax.Array:
         zero, start = jnp.int32(0), number * jnp.int32(rows.shape[axis])
         starts = [start if i == axis else zero for i in range(buffer.ndim)]
         return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
@@ -182,7 +182,7 @@ def trace_stage(
     return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
-def no_gradient(leaf: Any) -> Any:
+def no_gradient(leaf: Leaf) -> np.ndarray:
     """A cotangent of zeros, of the dtype that JAX wants for the leaf."""
     return np.zeros(leaf.shape, leaf.dtype if inexact(leaf) else jax.dtypes.float0)
 
@@ -308,7 +308,7 @@ def _trace_at_once(
 
 
 def trace_last(
-    function: Callable[..., tuple[Any, PyTree]],
+    function: Callable[..., tuple[jax.Array, PyTree]],
     params: PyTree,
     y: PyTree,
     extra: PyTree,

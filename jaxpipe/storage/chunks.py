@@ -65,7 +65,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def owner_faults(stages: Any, layout: ParamLayout, what: str, again: str) -> list[str]:
+def owner_faults(stages: object, layout: ParamLayout, what: str, again: str) -> list[str]:
     """Faults of stages that must be placed there; `again` is the method that places them."""
     if not isinstance(stages, Chunks):
         kind = type(stages).__name__
@@ -144,7 +144,11 @@ class ParamLayout:
 
     @classmethod
     def of(
-        cls, placement: Placement, stages: Sequence[Function], layers: LayerMap | None, given: Any
+        cls,
+        placement: Placement,
+        stages: Sequence[Function],
+        layers: LayerMap | None,
+        given: object,
     ) -> ParamLayout:
         """The layout of stages with these functions, made of these layers; `given`: as the user
         gave them.
@@ -217,7 +221,7 @@ class ParamLayout:
                 stages if self.layers is None else self.layers.split(stages), how
             )
 
-        def placed(leaf: Any, stage_of: tuple[int, ...]) -> Any:
+        def placed(leaf: jax.Array, stage_of: tuple[int, ...]) -> jax.Array:
             if stage_of == tuple(range(np.shape(leaf)[axis])):
                 # in order already: under jit, what draws the leaf is split as the leaf is
                 return leaf
@@ -328,7 +332,7 @@ def check_canonical(
     PipelineError.refuse("these parameters do not fit the pipeline", [*faults, *odd])
 
 
-def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
+def param_faults(params: object, layout: ParamLayout, devices: int) -> list[str]:
     """Faults of parameters that must be placed there."""
     keys, odd = {"stages", *OUTER}, array_faults(params, "params")
     if not isinstance(params, Mapping) or "stages" not in params or {*params} - keys:

@@ -7,15 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..arrays import PyTree, followed, path_text
+from ..arrays import Leaf, LeafPath, PyTree, followed, path_text
 from ..model.layers import OUTER
-from ..model.settings import names_of, trimmed
+from ..model.settings import SpecEntry, names_of, trimmed
 from .packed import Packed
 from .partition import Partition
 from .plan import leaf_plans
@@ -25,7 +24,7 @@ from .plan import leaf_plans
 class Follow:
     """How a leaf of a tree like the placed parameters belongs to its parameter."""
 
-    spec: tuple[Any, ...] = ()  # of all of its dims
+    spec: tuple[SpecEntry, ...] = ()  # of all of its dims
     lead: int = 0  # axes of its own, before the parameter's
     follows: bool = True  # False: one value for all stages
     fits: bool = True  # False: no axis is known to be that of stages
@@ -60,22 +59,18 @@ class Followers:
     """
 
     def __init__(
-        self,
-        params: Mapping[str, PyTree],
-        partition: Partition | None,
-        *,
-        layer_axis: bool = False,
+        self, params: Mapping[str, PyTree], partition: Partition | None, *, layer_axis: bool = False
     ) -> None:
         self._partition, self._axes = partition, 1 + layer_axis
         self._unlike = partition is not None and partition.layout.unlike
         self._stages = params["stages"]
         leaves = jax.tree_util.tree_leaves_with_path(dict(params))
-        specs: list[tuple[Any, ...]] = [()] * len(leaves)
+        specs: list[tuple[SpecEntry, ...]] = [()] * len(leaves)
         if partition is not None:
             plans = leaf_plans(partition.plans(params))
             specs = [tuple(plan.spec(partition.axis)) for plan in plans]
         # by part of the model and path there
-        self._known: dict[str, dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]] = {}
+        self._known: dict[str, dict[str, tuple[tuple[int, ...], tuple[SpecEntry, ...]]]] = {}
         for (path, leaf), spec in zip(leaves, specs, strict=True):
             part, name = self._named(path)
             self._known.setdefault(part, {})[name] = tuple(leaf.shape), spec
@@ -83,7 +78,7 @@ class Followers:
     def of(self, node: PyTree) -> PyTree:
         """The node with a `Follow` for each leaf."""
 
-        def of_leaf(path: Any, leaf: Any) -> Follow:
+        def of_leaf(path: LeafPath, leaf: Leaf) -> Follow:
             if not (self._unlike and path[0].key == "stages"):
                 return self._follow(*self._named(path), leaf.shape)
             assert self._partition is not None
@@ -123,7 +118,7 @@ class Followers:
         fits = lead < 0 and shape[: self._axes] == parameter[: self._axes]
         return Follow(devices, follows=fits or one_a_device, fits=fits)
 
-    def _named(self, path: Any) -> tuple[str, str]:
+    def _named(self, path: LeafPath) -> tuple[str, str]:
         """The part of the model that a leaf is in, and its path there.  The chunks of alike stages
         are one part, and each chunk of unlike ones.
         """
@@ -140,7 +135,7 @@ def shardings(
     that does not divide is whole.
     """
 
-    def of(leaf: Any, rule: Follow) -> NamedSharding:
+    def of(leaf: Leaf, rule: Follow) -> NamedSharding:
         entries = (
             None if length % math.prod(mesh.shape[name] for name in names_of(entry)) else entry
             for entry, length in zip(rule.spec if rule.follows else (), leaf.shape, strict=False)

@@ -35,12 +35,12 @@ class Packed:
     leaves: ByName
     layout: ChunkLayout
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], ChunkLayout]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, jax.Array]], ChunkLayout]:
         """ByName in the order of their names."""
         return [(DictKey(name), self.leaves[name]) for name in self.layout.names], self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: ChunkLayout, children: Sequence[Any]) -> Packed:
+    def tree_unflatten(cls, layout: ChunkLayout, children: Sequence[jax.Array]) -> Packed:
         """The inverse of `tree_flatten`."""
         return cls(dict(zip(layout.names, children, strict=True)), layout)
 
@@ -56,7 +56,7 @@ class Packed:
         return self.layout.load(self.layout.forms[device], own)
 
 
-def masked(leaf: Any, there: Sequence[bool], axis: int = 0) -> Any:
+def masked(leaf: jax.Array, there: Sequence[bool], axis: int = 0) -> jax.Array:
     """The leaf [P, ...] with zeros for devices that are not there; these are along `axis`."""
     if all(there):
         return leaf

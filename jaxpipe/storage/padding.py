@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from ..arrays import PyTree, path_text
+from ..arrays import LeafPath, PyTree, path_text
 from ..model.calls import Cuts
 
 
@@ -39,7 +39,7 @@ class Padding(NamedTuple):
         """The shape without the zeros."""
         return tuple(self.size if d == self.dim else n for d, n in enumerate(self.shape))
 
-    def cut_off(self, leaf: Any) -> Any:
+    def cut_off(self, leaf: Array) -> Array:
         """The parameter, or what follows it (with further axes before its own, or fewer), without
         the zeros.
         """
@@ -48,19 +48,19 @@ class Padding(NamedTuple):
             return leaf
         return lax.slice_in_dim(leaf, 0, self.size, axis=dim)
 
-    def pad(self, leaf: Any) -> Any:
+    def pad(self, leaf: Array) -> Array:
         """The inverse, of what has the parameter's shape."""
         return padded_to(leaf, self.shape) if jnp.shape(leaf) == self.own else leaf
 
 
-def padded_to(leaf: Any, shape: Sequence[int]) -> Any:
+def padded_to(leaf: Array, shape: Sequence[int]) -> Array:
     """A leaf with zeros at its end, up to this shape."""
     widths = [(0, new - old) for new, old in zip(shape, jnp.shape(leaf), strict=True)]
     return jnp.pad(leaf, widths) if any(width for _, width in widths) else leaf
 
 
 def by_parameter(
-    change: Callable[[Padding, Any], Any],
+    change: Callable[[Padding, Array], Array],
     parts: Mapping[str, PyTree],
     padding: Sequence[Padding],
 ) -> dict[str, PyTree]:
@@ -68,7 +68,7 @@ def by_parameter(
     of these makes of a leaf: `Padding.cut_off` or `Padding.pad`.
     """
 
-    def changed(path: Any, leaf: Any) -> Any:
+    def changed(path: LeafPath, leaf: Array) -> Array:
         name = f"/{path_text(path)}"
         own = (each for each in padding if each.path.split("/")[0] == path[0].key)
         found = next((each for each in own if name.endswith(f"/{each.path}")), None)

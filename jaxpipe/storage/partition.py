@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from textwrap import shorten
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from ..arrays import PyTree, by_path, path_text
+from ..arrays import Leaf, LeafPath, PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from ..model.calls import Cuts
 from ..model.replaced import NOTHING_REPLACED, Replacements
-from ..model.settings import Patterns, Sharding, holds, is_spec, names_of
+from ..model.settings import Patterns, Sharding, SpecEntry, holds, is_spec, names_of
 from .chunks import Chunks, ParamLayout, padding_of
 from .packed import Packed
 from .padding import Padding
@@ -33,7 +33,7 @@ _BRING_OVER = (
 )
 
 
-def parts_of(spec: Iterable[Any] | None, mesh: Mesh) -> tuple[Part, ...]:
+def parts_of(spec: Iterable[SpecEntry] | None, mesh: Mesh) -> tuple[Part, ...]:
     """The dims of a value that a spec splits, over more than one device."""
     return tuple(
         Part(dim, names_of(entry), count)
@@ -52,7 +52,7 @@ class Partition:
     sharding: Sharding
     layout: ParamLayout
     cuts: Cuts  # parameters that are cut over the pipe axis, for functions that are spread
-    frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
+    frozen: Callable[[str, Leaf], bool] | None = None  # of a path, "stages/w", and a shape
     replaced: Replacements = NOTHING_REPLACED
     alike: bool = False  # see `Storing`
 
@@ -121,7 +121,7 @@ class Partition:
         return [fault for one in every if isinstance(one, Patterns) for fault in one.faults(paths)]
 
     @cached_property
-    def _specs(self) -> dict[str, dict[str, Any]]:
+    def _specs(self) -> dict[str, dict[str, PartitionSpec | None]]:
         """Specs by the paths at which they are given, below each key."""
         return {key: by_path(tree, is_spec) for key, tree in (self.sharding.specs or {}).items()}
 
@@ -134,7 +134,7 @@ class Partition:
         by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
         return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
-    def _spec(self, own: Parameter) -> tuple[tuple[Any, ...], list[str]]:
+    def _spec(self, own: Parameter) -> tuple[tuple[SpecEntry, ...], list[str]]:
         """The spec of a parameter, as its stage has it: one that is given for it, or for all below
         a path; what no spec names is whole.  The faults of the spec, which is () then.
         """
@@ -146,11 +146,11 @@ class Partition:
         stack = (None,) if self.layout.is_layered and key == "stages" else ()
         return (*stack, *(() if faults or spec is None else spec)), faults
 
-    def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
+    def _is_frozen(self, own: Parameter, dtype: DTypeLike) -> bool:
         shape = jax.ShapeDtypeStruct(own.shape, dtype)
         return self.frozen is not None and bool(self.frozen(own.path, shape))
 
-    def _faults(self, plan: LeafPlan, leaf: Any) -> Iterator[str]:
+    def _faults(self, plan: LeafPlan, leaf: Leaf) -> Iterator[str]:
         """The faults of the parameters in a leaf, as users want them to be stored."""
         for own, _ in plan.parameters:
             yield from self._spec(own)[1]
@@ -206,7 +206,9 @@ class Partition:
             for v, chunk in enumerate(tree)
         )
 
-    def _own_plan(self, key: str, padding: Mapping[str, Padding], path: Any, leaf: Any) -> LeafPlan:
+    def _own_plan(
+        self, key: str, padding: Mapping[str, Padding], path: LeafPath, leaf: Leaf
+    ) -> LeafPlan:
         """The plan of a leaf of first, last or shared, or of stages that are alike."""
         name, stage = "/".join(filter(None, [key, path_text(path)])), key == "stages"
         shape = padding[name].own if name in padding else tuple(leaf.shape[int(stage) :])
@@ -218,7 +220,7 @@ class Partition:
         """The plans of the arrays of chunk `v` of unlike stages."""
         inside = chunk.layout.parameters(self.layout.stage_at(v), layered=self.layout.is_layered)
 
-        def plan(name: str, leaf: Any) -> LeafPlan:
+        def plan(name: str, leaf: Leaf) -> LeafPlan:
             if (buffer := chunk.layout.of(name)) is None:
                 return self._plan(leaf, self._spec(inside[name][0][0])[0], inside[name])
             plan = self._plan(leaf, tuple(buffer.spec), inside[name])
@@ -228,7 +230,7 @@ class Partition:
         plans = {name: None if leaf is None else plan(name, leaf) for name, leaf in leaves}
         return Packed(plans, chunk.layout)
 
-    def kept(self, own: Parameter, dtype: Any) -> BufferKey:
+    def kept(self, own: Parameter, dtype: DTypeLike) -> BufferKey:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
         trained ones, split over the same axes.
         """
@@ -240,7 +242,7 @@ class Partition:
             return BufferKey()
         return BufferKey(Group.FROZEN if frozen else Group.TRAINED, parts_of(spec, self.mesh))
 
-    def storing(self, kept: Callable[[Parameter, Any], BufferKey] | None = None) -> Storing:
+    def storing(self, kept: Callable[[Parameter, DTypeLike], BufferKey] | None = None) -> Storing:
         """How parameters, or other leaves of this kind, are stored on this mesh."""
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
@@ -254,8 +256,8 @@ class Partition:
 
     def _plan(
         self,
-        leaf: Any,
-        spec: Sequence[Any],
+        leaf: Leaf,
+        spec: Sequence[SpecEntry],
         inside: Sequence[tuple[Parameter, BufferKey | None]] = (),
         *,
         stage: bool = True,
@@ -290,7 +292,7 @@ class Partition:
             parameters=tuple(inside),
         )
 
-    def _held(self, spec: Sequence[Any]) -> list[tuple[str, int]]:
+    def _held(self, spec: Sequence[SpecEntry]) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""
         return [
             (name, dim)
@@ -299,7 +301,7 @@ class Partition:
             if name in self.sharding.local
         ]
 
-    def buffer_spec(self, buffer: Buffer, leaf: Any) -> PartitionSpec:
+    def buffer_spec(self, buffer: Buffer, leaf: Leaf) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
         return self._plan(leaf, tuple(buffer.spec)).spec(self.axis)
 

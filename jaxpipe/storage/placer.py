@@ -15,15 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree, shapes_of
+from ..arrays import Leaf, Params, PyTree, shapes_of
 from ..errors import PipelineError
-from ..model.settings import (
-    explicit_context,
-    has,
-    jit_on_mesh,
-    own_context,
-    with_sharding,
-)
+from ..model.settings import explicit_context, has, jit_on_mesh, own_context, with_sharding
 from .chunks import ChunkState, owner_faults, padding_of
 from .follow import Follow, Followers, is_params, shardings
 from .packed import Packed, on_own_stages
@@ -227,10 +221,10 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> dict[str, PyT
     mesh, axis, padding = partition.mesh, partition.axis, Padding.of(partition.cuts, tree)
     layout = replace(partition.layout, padding=padding)
 
-    def constrained(leaf: Any, *spec: Any) -> Any:
+    def constrained(leaf: jax.Array, *spec: object) -> Any:
         return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def split(leaf: Any) -> Any:
+    def split(leaf: jax.Array) -> Any:
         """Split over the longest dim that divides, other than the first (of stages or layers)."""
         size = mesh.shape[axis]
         fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]
@@ -273,10 +267,7 @@ def _placed_trees(partition: Partition, trees: Sequence[PyTree]) -> PyTree:
 
 
 def _placed(
-    partition: Partition,
-    like: dict[str, PyTree],
-    follows: dict[str, PyTree],
-    tree: Params,
+    partition: Partition, like: dict[str, PyTree], follows: dict[str, PyTree], tree: Params
 ) -> dict[str, PyTree]:
     """A tree in model order, or with axes of stages and layers as one, laid out like another."""
     layout, stages = partition.layout, like["stages"]
@@ -289,7 +280,7 @@ def _placed(
     if layout.unlike:
         return {**found, "stages": layout.place_stages(tree["stages"], stages)}
 
-    def placed(rule: Follow, like: Any, leaf: Any) -> PyTree:
+    def placed(rule: Follow, like: Leaf, leaf: jax.Array) -> PyTree:
         """A leaf in model order -> that of each chunk."""
         if not rule.follows:
             return stages.like([leaf] * len(stages))
@@ -315,7 +306,7 @@ def _in_model_order(
     if follows is None or layout.unlike:
         return {**outer, "stages": layout.canonical_stages(stages)}
 
-    def joined(rule: Follow, *chunks: Any) -> Any:
+    def joined(rule: Follow, *chunks: jax.Array) -> Any:
         """One leaf of every chunk -> the leaf in model order."""
         if not rule.follows:
             return chunks[0]
@@ -335,5 +326,5 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _free(count: int) -> list[Any]:
+def _free(count: int) -> list[object]:
     return [PartitionSpec.UNCONSTRAINED] * count

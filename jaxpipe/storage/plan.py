@@ -7,17 +7,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..model.replaced import Replacement
-from ..model.settings import names_of, trimmed
+from ..model.settings import SpecEntry, names_of, trimmed
 from .table import BufferKey, Parameter
+
+# An accumulator, or those of the layers of a stack.
+Stored: TypeAlias = "Array | tuple[Array, ...]"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class LeafPlan:
 
     stage: bool
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
-    auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
+    auto: tuple[SpecEntry, ...]  # per dim, the axes that the partitioner splits it over, or None
     frozen: bool = False  # no gradient, no accumulator
     replaced: Replacement | None = None  # its gradient is its next value, by this rule
     # (mesh axis, dim) of a share that functions work on, never gathered: the pipe axis for spread
@@ -52,7 +55,7 @@ class LeafPlan:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
         second step would be compiled again.  `manual`: the part of it that `shard_map` is given.
         """
-        entries = [None] * len(self.auto) if manual else list(self.auto)
+        entries: list[SpecEntry] = [None] * len(self.auto) if manual else list(self.auto)
         for name, dim in (*self.gathers, *self.held):
             entries[dim] = name
         return trimmed(*([axis] if self.stage else []), *entries)
@@ -64,7 +67,7 @@ class LeafPlan:
         found = {dim: name for name, dim in self.held if name in axes}
         return trimmed(*(found.get(dim) for dim in range(len(self.auto))))
 
-    def gather(self, leaf: Any, *, apart: bool = False) -> Any:
+    def gather(self, leaf: Array, *, apart: bool = False) -> Any:
         """The whole parameter of this device's stage; of a stack, the layers apart, each of which
         a collective leaves where matmuls read it.
         """
@@ -73,14 +76,14 @@ class LeafPlan:
         if apart and all(dim for _, dim in self.gathers):
             return tuple(map(self.of_layer.gather, leaf))
 
-        def gathered(part: Any) -> Any:
+        def gathered(part: Array) -> Array:
             for name, dim in self.gathers:
                 part = lax.all_gather(part, name, axis=dim, tiled=True)
             return part
 
         return self._on_parts(gathered, leaf)
 
-    def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
+    def scatter(self, grad: Stored, reduced: Sequence[str]) -> Array:
         """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those
         that the parameter is split over.
 
@@ -89,16 +92,16 @@ class LeafPlan:
         held = {name: dim for name, dim in self.gathers if name in reduced}
         if isinstance(grad, tuple) and held and 0 not in held.values():
             return jnp.stack([self.of_layer.scatter(layer, reduced) for layer in grad])
-        grad = stored(grad)
+        whole = stored(grad)
         if not held:
-            return grad
+            return whole
 
-        def scattered(part: Any) -> Any:
+        def scattered(part: Array) -> Array:
             for name in [n for n in reduced if n in held]:
                 part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
             return part
 
-        return self._on_parts(scattered, grad)
+        return self._on_parts(scattered, whole)
 
     @property
     def of_layer(self) -> LeafPlan:
@@ -108,7 +111,7 @@ class LeafPlan:
         )
         return replace(self, auto=self.auto[1:], gathers=gathers, held=held)
 
-    def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
+    def _on_parts(self, collective: Callable[[Array], Array], leaf: Array) -> Array:
         """Run a collective on each device's part of a leaf that the partitioner splits too.
 
         Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it
@@ -128,7 +131,7 @@ class LeafPlan:
         held = {name for name, _ in (*self.gathers, *self.held)}
         return tuple(n for n in reduced if n not in held)
 
-    def cleared(self, grad: Any, axis: str | None = None) -> Any:
+    def cleared(self, grad: Array | None, axis: str | None = None) -> Array | None:
         """A gradient with zeros as padding, as a function may have one where its parameters are
         zeros.  `axis`: each device along it has its share.
         """
@@ -145,24 +148,25 @@ class LeafPlan:
         end = jnp.where(place < size, end, jnp.zeros_like(end))
         return lax.dynamic_update_slice_in_dim(grad, end, begin, axis=dim)
 
-    def constrain(self, leaf: Any) -> Any:
+    def constrain(self, leaf: Array) -> Array:
         """Tell the partitioner how a buffer of the parameter's shape is split."""
         if all(a is None for a in self.auto) and not self.pinned:
             return leaf
-        return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
+        pinned: Array = lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
+        return pinned
 
 
-def stored(total: Any) -> Any:
+def stored(total: Stored) -> Array:
     """An accumulator, or those of the layers of a stack, as the parameter is stored."""
     return jnp.stack(total) if isinstance(total, tuple) else total
 
 
-def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+def trained[T](leaves: Sequence[T], plans: Sequence[LeafPlan]) -> list[T]:
     """The leaves that have a gradient."""
     return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
 
 
-def with_frozen(values: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+def with_frozen[T](values: Sequence[T], plans: Sequence[LeafPlan]) -> list[T | None]:
     """A leaf for each parameter, None for those that are frozen."""
     own = iter(values)
     return [None if plan.frozen else next(own) for plan in plans]
@@ -184,13 +188,13 @@ def leaf_plans(plans: PyTree) -> list[LeafPlan]:
 
 
 def reduce_gradients(
-    grads: Sequence[Any],
+    grads: Sequence[Stored],
     plans: Sequence[LeafPlan],
     axes: Sequence[str],
     *,
     by_parts: bool = False,
     scattered: bool = False,
-) -> list[Any]:
+) -> list[Array]:
     """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective.
     Those of leaves that are replaced stay as they are, and what is `scattered` already.
 
@@ -198,7 +202,7 @@ def reduce_gradients(
     result of a collective room of its own.
     """
     pairs = zip(grads, plans, strict=True)
-    found = list(grads) if scattered else [plan.scatter(grad, axes) for grad, plan in pairs]
+    found: Leaves = list(grads) if scattered else [plan.scatter(grad, axes) for grad, plan in pairs]
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, plan in enumerate(plans):
         names = () if plan.replaced else plan.whole_axes(axes)
@@ -216,12 +220,12 @@ def reduce_gradients(
 PART = 2**22  # bytes that are summed at a time
 
 
-def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
+def _summed_by_parts(total: Array, plan: LeafPlan, names: tuple[str, ...]) -> Array:
     """The sum over mesh axes, in place: a loop over each dim that the partitioner does not split,
     until the rest of the array is one part.
     """
 
-    def rest(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+    def rest(total: Array, starts: tuple[Array, ...], sizes: tuple[int, ...]) -> Array:
         """The sum of all that has these first indices."""
         if (dim := len(starts)) == total.ndim:
             part = lax.psum(lax.dynamic_slice(total, starts, sizes), names)
@@ -234,7 +238,7 @@ def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
         count = max(1, count - count % 8 if count > 8 else count)
         trips, left = divmod(length, count)
 
-        def trip(k: Any, total: Any) -> Any:
+        def trip(k: Array, total: Array) -> Array:
             return rest(total, (*starts, k * count), (*sizes, count))
 
         total = lax.fori_loop(jnp.int32(0), jnp.int32(trips), trip, total)

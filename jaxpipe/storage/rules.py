@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from ..arrays import PyTree, accumulator_dtype, by_path
+from ..arrays import Leaf, PyTree, accumulator_dtype, by_path
 from ..errors import PipelineError
 from ..jaxprs.dataflow import DRAWS, Dataflow, any_of
 from .plan import leaf_plans
@@ -90,14 +91,14 @@ def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
     return found
 
 
-def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTree]:
+def init_as_updated(optimizer: Any, accumulate: DTypeLike | None) -> Callable[[PyTree], PyTree]:
     """`optimizer.init`, with the dtypes that an update leaves: moments of bfloat16 parameters have
     those of the gradients, for instance.
 
     `accumulate` is the least dtype of gradients; None: they have the parameters' own.
     """
 
-    def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
+    def gradient(leaf: Leaf) -> jax.ShapeDtypeStruct:
         dtype = accumulator_dtype(leaf.dtype, accumulate)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
+from jax.typing import DTypeLike
 
 from ..arrays import PyTree, as_dtype, by_path
 from ..jaxprs.entry import Entry, Part, Piece
@@ -49,11 +51,11 @@ class Home(NamedTuple):
         starts = (self.start + i * entry.length for i in range(count))
         return tuple(self._replace(entry=entry, start=start) for start in starts)
 
-    def take(self, leaf: Any) -> Any:
+    def take(self, leaf: jax.Array) -> jax.Array:
         """The leaf out of the shared buffer's."""
         return Piece(leaf, self.start, self.entry).load() if self.flat else leaf
 
-    def put(self, leaf: Any, value: Any) -> Any:
+    def put(self, leaf: jax.Array, value: jax.Array) -> jax.Array:
         """The shared buffer's leaf with this value in its place."""
         value = as_dtype(value, leaf.dtype)
         if not self.flat:
@@ -103,7 +105,7 @@ class BufferKey(NamedTuple):
 class Storing(NamedTuple):
     """How parameters of some dtypes may be stored; by itself, an array for each leaf."""
 
-    kept: Callable[[Parameter, Any], BufferKey] = lambda _parameter, _dtype: BufferKey()
+    kept: Callable[[Parameter, DTypeLike], BufferKey] = lambda _parameter, _dtype: BufferKey()
     multiple: int = 1  # of which a buffer's size is, as an axis splits it
     pinned: bool = False  # there are axes that the partitioner may split over
     alike: bool = False  # a stage is stored alike in every chunk, so that one room takes them all
@@ -132,7 +134,7 @@ class LeafRow(NamedTuple):
 class TreeForm:
     """The tree of a stage's parameters, and a row for each leaf."""
 
-    tree: Any
+    tree: PyTreeDef
     rows: tuple[LeafRow, ...]
 
     @classmethod
@@ -294,11 +296,11 @@ def chunk_layouts(
     return [ChunkLayout(own, every, how.pinned) for own in batched(forms, len(chunks[0]))]
 
 
-def _named(forms: Sequence[TreeForm], kinds: Sequence[Sequence[Any]]) -> tuple[TreeForm, ...]:
+def _named(forms: Sequence[TreeForm], kinds: Sequence[Sequence[object]]) -> tuple[TreeForm, ...]:
     """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are
     those of each form's leaves.
     """
-    known: dict[str, list[Any]] = {}
+    known: dict[str, list[object]] = {}
     for form, own in zip(forms, kinds, strict=True):
         for row, kind in zip(form.rows, own, strict=True):
             if kind not in known.setdefault(row.name, []):
@@ -307,7 +309,7 @@ def _named(forms: Sequence[TreeForm], kinds: Sequence[Sequence[Any]]) -> tuple[T
     while any(f"{mark}(" in name for name in known):
         mark += " "
 
-    def renamed(row: LeafRow, kind: Any) -> LeafRow:
+    def renamed(row: LeafRow, kind: object) -> LeafRow:
         at = known[row.name].index(kind)
         return row._replace(name=f"{row.name}{mark}({at + 1})") if at else row
 
@@ -332,7 +334,7 @@ def _in_buffers(form: TreeForm, buffers: Mapping[str, Buffer]) -> TreeForm:
 
 
 def _buffers(
-    forms: Sequence[TreeForm], dtypes: Mapping[str, Any], multiple: int
+    forms: Sequence[TreeForm], dtypes: Mapping[str, np.dtype], multiple: int
 ) -> Iterator[tuple[str, Buffer]]:
     """The buffers of leaves by name, for stages that share a chunk, where these are smaller than an
     array for each leaf; and one for each leaf whose shapes differ.
@@ -342,7 +344,7 @@ def _buffers(
     known = [{row.name: row for row in form.rows} for form in forms if form.rows]
     every = {name: [own[name] for own in known if name in own] for name in sorted(dtypes)}
     differ = {name for name, own in every.items() if len({row.entry.shape for row in own}) > 1}
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for name, (row, *more) in every.items():
         if 1 + len(more) < len(known) or name in differ:
             by_itself = name if row.kept.group is Group.ALONE else ""

@@ -10,11 +10,11 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from .encoded import BoolArray, Encoded
+from .encoded import BoolArray, Encoded, IntArray
 from .kinds import RECOMPUTE, SPREAD_FIRST, Kind, Sharded, users
 
 
@@ -116,7 +116,9 @@ class Of(enum.Enum):
     NEXT_SLICE = "next slice"  # the action's, of the next slice of its sequence
     SEQUENCE = "sequence"  # the action's, of all slices of its sequence
 
-    def value_in(self, table: Encoded, stage: Any, microbatch: Any, device: Any) -> Any:
+    def value_in(
+        self, table: Encoded, stage: IntArray, microbatch: IntArray, device: IntArray
+    ) -> IntArray:
         """The number (stage * M + microbatch) of the value, for actions of these numbers."""
         step = table.num_microbatches
         own = stage * step + microbatch
