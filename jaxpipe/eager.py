@@ -17,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .arrays import PyTree, StepResults, accumulator_dtype, in_rows, stacked, with_words, zeros_of
+from .arrays import (
+    Params,
+    PyTree,
+    StepResults,
+    accumulator_dtype,
+    in_rows,
+    stacked,
+    with_words,
+    zeros_of,
+)
 from .errors import PipelineError
 from .model.arguments import StepArguments
 from .model.batch import map_rows
@@ -171,7 +180,7 @@ class _Shard:
 
     def _extra(
         self, of: By, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
-    ) -> dict[str, PyTree]:
+    ) -> Params:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
         return self.functions.extra(self.batch, self.rng, *numbers, wants, of=of)
 
@@ -300,7 +309,7 @@ class _Shard:
 
         return y, returned, backward
 
-    def results(self) -> tuple[Array, PyTree, list[PyTree], dict[str, PyTree]]:
+    def results(self) -> tuple[Array, PyTree, list[PyTree], Params]:
         """The losses, what else `last` returned, the state, and the gradients laid out as
         parameters are placed.
         """

@@ -429,7 +429,7 @@ def _of_letters(
 
 
 @outside_contexts
-def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> Params:
     """The placed shapes of parameters: the pipeline's mesh may be another than the caller's."""
     return pipe.place(jax.tree.map(shape_of, dict(params)))
 

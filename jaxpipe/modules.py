@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import PyTree, by_path, stacked
+from .arrays import Params, PyTree, by_path, stacked
 from .errors import PipelineError
 from .model.model import Model
 
@@ -138,7 +138,7 @@ def freeze_lowest(
         if letter in others:
             tree[letter] = jax.tree.map(lambda leaf, cut=cut: leaf[cut:], whole)
 
-    def rejoin(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def rejoin(params: Mapping[str, PyTree]) -> Params:
         found = dict(params["stages"])
         for letter, new in renamed.items():
             parts = [found.pop(new), *([found[letter]] if letter in found else [])]

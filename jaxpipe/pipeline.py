@@ -152,7 +152,7 @@ class Pipeline:
 
     # Parameters
 
-    def place(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def place(self, params: Mapping[str, PyTree]) -> Params:
         """Canonical parameters -> placed ones; ShapeDtypeStructs give ShapeDtypeStructs with
         shardings.
 
@@ -169,7 +169,7 @@ class Pipeline:
         check_canonical(params, self.layout, ends)
         return self._placer.place(dict(params))
 
-    def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:
+    def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> Params:
         """Placed parameters, or gradients, back in the canonical layout.
 
         With `spread`, leaves stay spread over the mesh (stages over the pipe axis where they
@@ -200,9 +200,7 @@ class Pipeline:
         begin = init_as_updated(optimizer, self.memory.accumulate)
         return self._placer.init(begin, placed, params)
 
-    def trained(
-        self, tree: Params, *, like: Mapping[str, PyTree] | None = None
-    ) -> dict[str, PyTree]:
+    def trained(self, tree: Params, *, like: Mapping[str, PyTree] | None = None) -> Params:
         """Placed parameters, or a tree like them, with None for those that are `frozen` or
         `replaced`: what an optimizer is for.
 
@@ -222,7 +220,7 @@ class Pipeline:
 
     def with_trained(
         self, params: Params, trained: Params, *, grads: Params | None = None
-    ) -> dict[str, PyTree]:
+    ) -> Params:
         """Placed parameters with new values for those that `trained` keeps; with the gradients of a
         step also for those that are `replaced`.
         """
@@ -259,7 +257,7 @@ class Pipeline:
         rng: StepKey = None,
         state: ChunkState = (),
         scale: LossScale = None,
-    ) -> tuple[Any, dict[str, PyTree]]:
+    ) -> tuple[Any, Params]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`;
         may be jitted, donates nothing.
 

@@ -214,7 +214,7 @@ class StepRunner:
                 "microbatch) -> scalar)"
             )
 
-    def check(self, given: StepArguments, *, whole: bool = True) -> dict[str, PyTree]:
+    def check(self, given: StepArguments, *, whole: bool = True) -> Params:
         """The plans of parameters; PipelineError, before anything is traced, for those that are not
         placed for this schedule or rows that do not divide; `whole`: into all microbatches of the
         schedule.

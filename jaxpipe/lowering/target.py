@@ -116,14 +116,13 @@ def measured_prices(
     if not seconds:
         return None
     used = [each for each in both if any(each is other for other in by.values())]
-    told = [", ".join([f"measured on {kind}", *_where(each)]) for each in used]
+    told = [
+        f"measured on {kind}" + (f", {each['measured']}" if "measured" in each else "")
+        for each in used
+    ]
     missing = [name for name in TIMES if name not in seconds]
     told += [f"guessed: {', '.join(missing)}"] if missing else []
     return replace(guess, **seconds, source="; ".join(told))
-
-
-def _where(prices: Mapping[str, Any]) -> list[str]:
-    return [str(prices["measured"])] if "measured" in prices else []
 
 
 # Assumed bytes of a transfer: 4096 tokens of width 4096 in bfloat16.

@@ -22,6 +22,7 @@ from ..arrays import (
     Leaf,
     LeafPath,
     Number,
+    Params,
     PyTree,
     StepKey,
     array_faults,
@@ -119,7 +120,7 @@ class Cuts:
                     )
         return found
 
-    def sizes(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def sizes(self, params: Params) -> Params:
         """For each canonical parameter that may be cut the length of its cut dim; 0 where it is
         whole.
         """

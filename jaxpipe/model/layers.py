@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, axis_faults
+from ..arrays import Params, PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
@@ -22,7 +22,7 @@ EMBEDDING, LOSS = "E", "L"
 OUTER = ("first", "last", "shared")
 
 
-def with_outer(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def with_outer(params: Mapping[str, PyTree]) -> Params:
     """The parameters with an empty tree for what has none."""
     return {"stages": params["stages"], **{key: params.get(key, {}) for key in OUTER}}
 
@@ -120,7 +120,7 @@ class LayerMap:
             found.append(own)
         return found
 
-    def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> dict[str, PyTree]:
+    def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> Params:
         """The inverse of `split`."""
         stacks = {n: [stack for own in stages for stack in own.get(n, ())] for n in self.letters}
         return {

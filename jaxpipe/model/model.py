@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import Number, PyTree, StepKey, without_numpy, zeros_of
+from ..arrays import Number, Params, PyTree, StepKey, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.effects import By
@@ -227,7 +227,7 @@ class Model:
 
     def loss(
         self,
-        params: Mapping[str, PyTree],
+        params: Params,
         batch: PyTree,
         *,
         microbatches: int | None = None,
@@ -277,7 +277,7 @@ class Model:
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
-    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: StepKey, **how: Any) -> Plain:
+    def _plain(self, params: Params, rows: PyTree, rng: StepKey, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
         stacked = callable(self.stages)
@@ -365,7 +365,7 @@ class Plain:
     """The functions for a batch, with parameters and rows."""
 
     functions: Functions
-    params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
+    params: Params  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
     rng: StepKey
     # the stages are one function, and their parameters are leaves [S, ...]

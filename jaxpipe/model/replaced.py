@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from ..arrays import Flag, PyTree, by_path, summable
+from ..arrays import Flag, Params, by_path, summable
 from ..errors import PipelineError
 from .settings import Patterns, patterns_of
 
@@ -178,7 +178,7 @@ NOTHING_REPLACED = Replacements(Patterns(()), ())
 
 
 def in_microbatches(
-    params: Mapping[str, PyTree], rules: Replacements, count: int
+    params: Params, rules: Replacements, count: int
 ) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict[str, Any]]]:
     """The leaves that are replaced by path, one for each of `count` microbatches, [count, ...], and
     the function (these, of one microbatch) -> parameters.

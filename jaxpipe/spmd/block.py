@@ -89,11 +89,8 @@ def write(pool: Sequence[Array], slot: Scalar, values: Sequence[Array]) -> Leave
 
 def add_at(pool: Array, slot: Scalar, value: Array) -> Array:
     """The leaf with a value added to one slot."""
-    return _replaced(
-        pool,
-        slot,
-        lax.dynamic_index_in_dim(pool, slot, 0, keepdims=False) + value.astype(pool.dtype),
-    )
+    (old,) = read([pool], slot)
+    return _replaced(pool, slot, old + value.astype(pool.dtype))
 
 
 def _replaced(pool: Array, slot: Scalar, value: Array) -> Array:
@@ -169,8 +166,8 @@ class BlockCode:
 
 
 def held_back(values: Leaves, state: State) -> Leaves:
-    """The values, which XLA does not know before the trip of the predicate's loop; slots as they
-    are.
+    """The values, which XLA does not know before the end of earlier blocks, or in the trip of a
+    predicate's loop before it; slots as they are.
 
     XLA moves what does not change in a loop out of it, although the loop may have no trip.  A loop
     of the user's would then run on values that mean nothing, and might never end.

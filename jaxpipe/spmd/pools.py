@@ -29,7 +29,7 @@ from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..storage.table import Home, Places
 from ..table.effects import MOVES, Place
-from .block import TOKEN, Key, State, write, zeros
+from .block import TOKEN, Key, State, read, write, zeros
 
 _Typed: TypeAlias = "tuple[tuple[int, ...], Any]"
 
@@ -388,9 +388,9 @@ class HostMoves:
         move, stored = self.move, []
         if self.stores:
             values = [
-                _at(leaf, getattr(move, name))
+                leaf
                 for name, place in _STORES.reads.items()
-                for leaf in state[Key(place)]
+                for leaf in read(state[Key(place)], jnp.maximum(getattr(move, name), 0))
             ]
             stored = self.packing.pack(values)
         # The fetch is ordered after the earlier blocks; otherwise the store during them would be
@@ -398,7 +398,7 @@ class HostMoves:
         slot = jnp.where(state[TOKEN], 0, jnp.maximum(move.from_host, 0))
         slot, stored, token = lax.optimization_barrier((slot, stored, state[TOKEN]))
         host = state[_ON_HOST] if self.fetches else []
-        fetched = [_to(_Space.Device, _at(leaf, slot)) for leaf in host]
+        fetched = [_to(_Space.Device, leaf) for leaf in read(host, slot)]
         state = state | {TOKEN: token, _STORED: stored, _FETCHED: fetched}
         return state if fetched else self.store(state)
 
@@ -428,8 +428,8 @@ class HostMoves:
                 values = list(islice(leaves, len(pool)))
                 if not self.always:
                     takes = self.move.fetches != NOBODY
-                    pairs = zip(pool, values, strict=True)
-                    values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
+                    pairs = zip(values, read(pool, slot), strict=True)
+                    values = [jnp.where(takes, new, old) for new, old in pairs]
                 state = state | {Key(place): write(pool, slot, values)}
         return {key: leaf for key, leaf in state.items() if key not in (_STORED, _FETCHED)}
 
@@ -444,10 +444,6 @@ def _after_fetch(state: State) -> State:
     names = (_FETCHED, _ON_HOST, TOKEN)
     values = lax.optimization_barrier([state[name] for name in names])
     return state | dict(zip(names, values, strict=True))
-
-
-def _at(leaf: Array, slot: Scalar) -> Array:
-    return lax.dynamic_index_in_dim(leaf, jnp.maximum(slot, 0), 0, keepdims=False)
 
 
 def _to(space: Any, leaf: Array) -> Array:

@@ -26,7 +26,7 @@ from ..program.segments import BlockUse, Point, Presence, Segment, TickLoop, Tra
 from ..stage.setup import Clock, Setup
 from ..table.kinds import Kind
 from .actions import DeviceAction, pair_block
-from .block import TOKEN, BlockCode, Key, State, is_ordered, run_where, settled
+from .block import TOKEN, BlockCode, Key, State, held_back, run_where, settled
 from .gathers import RoomWork, beside, one_after_another, works_of
 from .pools import HostMoves
 from .step import DeviceStep
@@ -34,13 +34,6 @@ from .step import DeviceStep
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
-
-
-def _after(leaf: Array, state: State) -> Array:
-    """The leaf, with a dependence on the end of earlier blocks of the tick (the token is False
-    after every block).
-    """
-    return jnp.where(state[TOKEN], jnp.zeros_like(leaf), leaf) if is_ordered(leaf) else leaf
 
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
@@ -219,7 +212,7 @@ class SegmentCode:
             permute = transit.permute
             with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
                 sent = state[Key(SENT_TO[POOL_OF[permute.payload]])]
-                sent = [_after(leaf, state) for leaf in sent] if blocking else sent
+                sent = held_back(sent, state) if blocking else sent
                 new = [lax.ppermute(leaf, self.step.setup.axis, permute.pairs) for leaf in sent]
                 brought[transit] = new
                 state = settled(new, state) if blocking else state

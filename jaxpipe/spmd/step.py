@@ -308,7 +308,7 @@ def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
     return owned
 
 
-def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict[str, PyTree]]:
+def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, Params]:
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
     """

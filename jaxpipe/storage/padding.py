@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..arrays import LeafPath, PyTree, path_text
+from ..arrays import LeafPath, Params, PyTree, path_text
 from ..model.calls import Cuts
 
 
@@ -63,7 +63,7 @@ def by_parameter(
     change: Callable[[Padding, Array], Array],
     parts: Mapping[str, PyTree],
     padding: Sequence[Padding],
-) -> dict[str, PyTree]:
+) -> Params:
     """By part of the model trees whose paths end with those of parameters, with what the padding
     of these makes of a leaf: `Padding.cut_off` or `Padding.pad`.
     """

@@ -34,7 +34,7 @@ class Placer:
         self._mesh, self._axis = partition.mesh, partition.axis
         self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
 
-    def place(self, params: Params) -> dict[str, PyTree]:
+    def place(self, params: Params) -> Params:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
 
         Raises:
@@ -46,13 +46,13 @@ class Placer:
             "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
 
-        def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
+        def to(like: Params) -> Params:
             return partition.shardings(partition.plans(like, params))
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
         return dict(self._run(_laid_out, params, to, traced))
 
-    def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
+    def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> Params:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
         they are wherever they are wanted.
         """
@@ -67,7 +67,7 @@ class Placer:
         padding: tuple[Padding, ...] = (),
         *,
         merges: bool = False,
-    ) -> dict[str, PyTree]:
+    ) -> Params:
         """A tree like the placed parameters to the canonical layout, stages over the pipe axis
         where they divide.
 
@@ -78,7 +78,7 @@ class Placer:
             merges: axes of stages and of layers become one.
         """
 
-        def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
+        def to(like: Params) -> Params:
             """Stages over the pipe axis; over other axes everything as it was, where stages are
             alike.
             """
@@ -92,18 +92,16 @@ class Placer:
         spread = None if follows is None else to
         return dict(self._run(_in_model_order, tree, spread, follows, padding, merges))
 
-    def placed_like(
-        self, tree: Params, like: dict[str, PyTree], follows: PyTree
-    ) -> dict[str, PyTree]:
+    def placed_like(self, tree: Params, like: Params, follows: PyTree) -> Params:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
         to = shardings(self._mesh, follows, like)
         return dict(self._run(_placed, tree, lambda _: to, like, follows))
 
-    def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    def shapes(self, placed: Params) -> tuple[Params, Params]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
         of stages and layers.
         """
-        like: dict[str, PyTree] = shapes_of(dict(placed))
+        like: Params = shapes_of(dict(placed))
         own = self.in_model_order(like, None, padding_of(placed))
         layout = self._layout
         lead = int(not layout.unlike or layout.is_layered) + layout.stacks
@@ -112,7 +110,7 @@ class Placer:
         )
         return like, {**own, "stages": stages}
 
-    def checked(self, placed: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def checked(self, placed: Mapping[str, PyTree]) -> Params:
         """The tree; PipelineError where it is not placed for this pipeline's schedule."""
         if not isinstance(placed, Mapping) or "stages" not in placed:
             raise PipelineError(
@@ -122,9 +120,7 @@ class Placer:
         self._check_owners(placed["stages"], "these parameters", "place")
         return dict(placed)
 
-    def init(
-        self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
-    ) -> PyTree:
+    def init(self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Params) -> PyTree:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
         followers = Followers(params, self._partition)
         whole = NamedSharding(self._mesh, PartitionSpec())
@@ -209,7 +205,7 @@ class Placer:
 # Canonical to placed
 
 
-def _laid_out(partition: Partition, traced: bool, tree: Params) -> dict[str, PyTree]:
+def _laid_out(partition: Partition, traced: bool, tree: Params) -> Params:
     """Parameters in the layout that the partition gives them; `traced`: the program around it makes
     them, and each device a part of each.
 
@@ -266,9 +262,7 @@ def _placed_trees(partition: Partition, trees: Sequence[PyTree]) -> PyTree:
     return partition.layout.place_trees(trees, Storing(alike=partition.alike))
 
 
-def _placed(
-    partition: Partition, like: dict[str, PyTree], follows: dict[str, PyTree], tree: Params
-) -> dict[str, PyTree]:
+def _placed(partition: Partition, like: Params, follows: dict[str, PyTree], tree: Params) -> Params:
     """A tree in model order, or with axes of stages and layers as one, laid out like another."""
     layout, stages = partition.layout, like["stages"]
     found = {
@@ -298,7 +292,7 @@ def _placed(
 
 def _in_model_order(
     partition: Partition, follows: PyTree, padding: tuple[Padding, ...], merges: bool, tree: Params
-) -> dict[str, PyTree]:
+) -> Params:
     layout, stages = partition.layout, tree["stages"]
     outer = by_parameter(Padding.cut_off, _outer(tree), padding)
     if not stages:
@@ -316,7 +310,7 @@ def _in_model_order(
     return {**outer, "stages": jax.tree.map(joined, follows["stages"][0], *stages)}
 
 
-def _outer(tree: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def _outer(tree: Params) -> Params:
     """The parts of the model without the stages."""
     return {key: value for key, value in tree.items() if key != "stages"}
 

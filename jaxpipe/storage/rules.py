@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..arrays import Leaf, PyTree, accumulator_dtype, by_path
+from ..arrays import Leaf, Params, PyTree, accumulator_dtype, by_path
 from ..errors import PipelineError
 from ..jaxprs.dataflow import DRAWS, Dataflow, any_of
 from .plan import leaf_plans
@@ -23,9 +23,7 @@ Rules: TypeAlias = "dict[str, list[str]]"
 PROBE = "~"
 
 
-def check_rules(
-    optimizer: Any, placed: Mapping[str, PyTree], own: Mapping[str, PyTree], plans: PyTree
-) -> None:
+def check_rules(optimizer: Any, placed: Params, own: Params, plans: PyTree) -> None:
     """PipelineError for parameters of which the optimizer makes something else where they are
     placed; all are shapes, with the plans of the placed ones.
 
