@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ..arrays import Params, PyTree, described, in_rows, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
+from ..model.calls import UserFunction
 from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
 from ..model.replaced import Replaced
@@ -46,7 +47,7 @@ def _run(
     return unit.run(params, state, UnitCall(arguments, key, keywords, training))
 
 
-def _function(unit: Unit, name: str, shared: Unit | None) -> Callable[..., Any]:
+def _function(unit: Unit, name: str, shared: Unit | None) -> UserFunction:
     """`first`, `last` or a layer: its variables that are no parameters are constants."""
 
     def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
@@ -62,7 +63,7 @@ def _stage_function(
     *,
     stateful: bool,
     stage_loss: bool,
-) -> Callable[..., Any]:
+) -> UserFunction:
     """The function of a stage: a scan over groups of blocks, each of which has one of every unit
     in order.  A block's key is the same however blocks are put into stages.
     """
@@ -101,8 +102,8 @@ def _stage_function(
 
 
 def _with_keywords(
-    function: Callable[..., Any], positional: Sequence[str], keywords: frozenset[str], name: str
-) -> Callable[..., Any]:
+    function: UserFunction, positional: Sequence[str], keywords: frozenset[str], name: str
+) -> UserFunction:
     """The function, with a signature that says which keywords it takes."""
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     names = zip(kinds, (positional, sorted(keywords)), strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..model.calls import UserFunction
 from .adapter import BlockSettings, FlaxModel, adapt
 from .units import REPLACED, End, Unit, UnitCall, end_units, listed, plain_call
 
@@ -151,7 +152,7 @@ def _unbox(tree: PyTree) -> PyTree:
 class _Unboxed:
     """An initializer without sharding metadata."""
 
-    call: Callable[..., Any]
+    call: UserFunction
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return _unbox(self.call(*arguments, **keywords))
@@ -181,7 +182,7 @@ def variables_of(params: PyTree, state: PyTree) -> dict[str, PyTree]:
     return {"params": {n: tree for n, tree in params.items() if n != REPLACED}, **own, **state}
 
 
-def _each(function: Callable[..., Any], modules: Any, *trees: Any) -> Any:
+def _each(function: UserFunction, modules: Any, *trees: Any) -> Any:
     """A function of each of the modules, one or a tuple or dict of them, and its part of trees."""
     return {} if modules is None else jax.tree.map(function, modules, *trees)
 
@@ -195,7 +196,7 @@ def from_linen(
     first: End | None = None,
     last: End | None = None,
     shared: tuple[Any, Any] | None = None,
-    call: Callable[..., Any] | None = None,
+    call: UserFunction | None = None,
     rngs: Sequence[str] = ("dropout",),
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from flax import nnx
 from ..arrays import Params, PyTree, is_key
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..model.calls import UserFunction
 from .adapter import BlockSettings, FlaxModel, adapt
 from .units import REPLACED, End, Unit, end_units, listed, plain_call
 
@@ -133,7 +134,7 @@ def from_nnx(
     first: End | None = None,
     last: End | None = None,
     shared: Any = None,
-    call: Callable[..., Any] | None = None,
+    call: UserFunction | None = None,
     trainable: Any = nnx.Param,
     frozen: Any = None,
     rules: Mapping[str, Any] | None = None,

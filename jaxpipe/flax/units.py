@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import PyTree, by_path
 from ..errors import PipelineError
-from ..model.calls import Function
+from ..model.calls import Function, UserFunction
 
 # flax's collection of leaves whose gradient is their next value: the scales of FP8.  Here it is one
 # of the parameters.
@@ -31,7 +31,7 @@ class End:
     """
 
     modules: Any
-    call: Callable[..., Any]
+    call: UserFunction
     variables: Any = None
 
 
@@ -76,7 +76,7 @@ class Unit:
 
     name: str
     modules: Any
-    call: Callable[..., Any]
+    call: UserFunction
     takes: tuple[str, ...] = ("block", "x")
     params: PyTree
     state: PyTree

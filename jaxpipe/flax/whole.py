@@ -19,6 +19,7 @@ from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..jaxprs.dataflow import inputs_of
 from ..layouts.layout import Layout
+from ..model.calls import UserFunction
 from .adapter import BlockSettings, adapt
 from .linen_blocks import LinenModel, linen_unit, names_of, split_variables, variables_of
 from .nnx_blocks import NnxModel, check_distinct, nnx_unit
@@ -61,7 +62,7 @@ class Whole:
     count: int  # of blocks
     watch: Callable[[OnBlock], AbstractContextManager[Any]]  # for calls of blocks
     # a block's number, the block as it was called, and how a pipeline calls it -> its unit
-    block: Callable[[int, Any, Callable[..., Any]], Unit]
+    block: Callable[[int, Any, UserFunction], Unit]
 
     def run(self, inputs: CallInputs, on_block: OnBlock, *, training: bool) -> Any:
         """The result of `loss` where calls of blocks do `on_block`.  Parameters that are not given
@@ -234,7 +235,7 @@ def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
     return ends, [whole.block(one.number, one.block, call) for one in calls]
 
 
-def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
+def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> UserFunction:
     """How a pipeline calls a block: as the model calls the first one.  Arrays among the arguments
     are made again from the microbatch.
     """
@@ -289,7 +290,7 @@ def from_flax_model(
     model: Any,
     blocks: str = "blocks_{}",
     *,
-    loss: Callable[..., Any],
+    loss: UserFunction,
     batch: PyTree,
     variables: Any = None,
     num_stages: int | None = None,
@@ -379,7 +380,7 @@ def from_flax_model(
 
 
 def _linen_blocks(
-    model: nn.Module, pattern: str, loss: Callable[..., Any], variables: Any, rngs: tuple[str, ...]
+    model: nn.Module, pattern: str, loss: UserFunction, variables: Any, rngs: tuple[str, ...]
 ) -> Whole:
     """The model without the variables of its blocks."""
     own, outer = split_variables(variables, pattern)
@@ -402,7 +403,7 @@ def _linen_blocks(
 
         return cast(AbstractContextManager[Any], nn.intercept_methods(intercept))
 
-    def unit(number: int, module: Any, call: Callable[..., Any]) -> Unit:
+    def unit(number: int, module: Any, call: UserFunction) -> Unit:
         unbound = module.clone(parent=None, name=None)
         return linen_unit("a block", End(unbound, call, own[number]), rngs=rngs)
 
@@ -411,9 +412,7 @@ def _linen_blocks(
     return Whole(whole, pattern, len(own), watch, unit)
 
 
-def _nnx_blocks(
-    model: Any, pattern: str, loss: Callable[..., Any], trainable: Any, frozen: Any
-) -> Whole:
+def _nnx_blocks(model: Any, pattern: str, loss: UserFunction, trainable: Any, frozen: Any) -> Whole:
     """The model with functions in the place of its blocks."""
     own: list[Any] = []
     # Blocks of an `nnx.List` are its attributes "0", "1", ...
@@ -427,7 +426,7 @@ def _nnx_blocks(
     check_distinct(own, {})
     running: list[OnBlock] = []
 
-    def stub(number: int) -> Callable[..., Any]:
+    def stub(number: int) -> UserFunction:
         return lambda *x, **more: running[0](BlockCall.of(number, None, x, more))
 
     hollow = nnx.clone(model)
@@ -441,7 +440,7 @@ def _nnx_blocks(
 
     make = partial(nnx_unit, trainable=trainable, frozen=frozen)
 
-    def unit(number: int, _block: Any, call: Callable[..., Any]) -> Unit:
+    def unit(number: int, _block: Any, call: UserFunction) -> Unit:
         return make("a block", End(own[number], call))
 
     # Variables are written into the user's model.

@@ -20,7 +20,7 @@ from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_l
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from .batch import Positioned
-from .calls import Function
+from .calls import Function, UserFunction
 from .functions import Ledger
 from .layers import EMBEDDING, LOSS, LayerMap
 from .model import Model
@@ -65,9 +65,7 @@ def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
     return model.changed(stages={**model.stages, **changed})
 
 
-def _checkpointed(
-    call: Callable[..., Any], policy: Callable[..., bool] | None
-) -> Callable[..., Any]:
+def _checkpointed(call: UserFunction, policy: Callable[..., bool] | None) -> UserFunction:
     """The call under `jax.checkpoint`; rows that it appends leave it as results."""
 
     @functools.wraps(call)

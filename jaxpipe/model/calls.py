@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +36,20 @@ from ..jaxprs.equations import every_equation
 from .keys import Keys
 from .settings import axes_of, holds
 
+# What a user gives: a stage, `first`, `last`, or a block of one.
+UserFunction: TypeAlias = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Spread:
     """A function that runs on all devices of the pipe axis at once (`spread` makes one)."""
 
-    call: Callable[..., Any]
+    call: UserFunction
     dims: Any = 0
     shared: Any = 0
 
 
-def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0) -> Spread:
+def spread(function: UserFunction, *, dims: PyTree = 0, shared: PyTree = 0) -> Spread:
     """Run `last`, or `first`, on all devices of the pipe axis at once, each with its share of the
     parameters.
 
@@ -310,7 +313,7 @@ OUTER_WANTS = frozenset({"microbatch", "ctx"})
 class Function:
     """A user function and which of the keywords offered to it it takes."""
 
-    call: Callable[..., Any]
+    call: UserFunction
     name: str
     wants: frozenset[str]
     spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
@@ -321,7 +324,7 @@ class Function:
     @classmethod
     def of(
         cls,
-        call: Callable[..., Any],
+        call: UserFunction,
         name: str,
         offered: Collection[str] = STAGE_KEYWORDS,
         *,
@@ -423,7 +426,7 @@ def one_array(value: Any) -> Array:
     return jnp.asarray(value) if jax.tree_util.all_leaves([value]) else jnp.zeros(0)
 
 
-def _place(call: Callable[..., Any]) -> str:
+def _place(call: UserFunction) -> str:
     """The name, file and line of a function."""
     call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)

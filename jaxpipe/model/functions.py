@@ -29,7 +29,7 @@ from ..arrays import (
 from ..errors import PipelineError
 from ..table.effects import By
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
-from .calls import Context, Function, one_array
+from .calls import Context, Function, UserFunction, one_array
 from .keys import keys_of
 
 _REAL = (jnp.bool_, jnp.integer, jnp.floating)
@@ -177,7 +177,7 @@ class Functions:
     whole: tuple[str, ...] = ()  # those without an axis of rows
     length: int = 0  # of a slice, once the batch is known
     # (stage's parameters, x) -> the first carry
-    carry: Callable[..., Any] | None = None
+    carry: UserFunction | None = None
     # buffers have the rows of a slice already when it appends them: the executor writes them
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none

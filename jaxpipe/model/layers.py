@@ -4,7 +4,7 @@ of a model besides its stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress, groupby, pairwise
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from ..arrays import Params, PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .calls import LAYER_KEYWORDS, Function
+from .calls import LAYER_KEYWORDS, Function, UserFunction
 
 EMBEDDING, LOSS = "E", "L"
 OUTER = ("first", "last", "shared")
@@ -145,7 +145,7 @@ class LayerMap:
         return faults
 
     def functions(
-        self, layers: Mapping[str, Callable[..., Any]], *, has_loss: bool
+        self, layers: Mapping[str, UserFunction], *, has_loss: bool
     ) -> tuple[Function, ...]:
         """A stage function for each stage; stages of equal letters and stacks, and so of equal
         code, share one.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,12 @@ from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.effects import By
 from ..table.placement import Placement
 from .batch import batch_faults, split_batch, time_faults
-from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
+from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread, UserFunction
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
 from .layers import EMBEDDING, LOSS, LayerMap, with_outer
 from .replaced import Replaced, Replacements, in_microbatches
 from .settings import frozen_filter
 
-UserFunction: TypeAlias = Callable[..., Any]
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
 
 
