@@ -63,12 +63,10 @@ def _counting(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
 def _compares(condition: core.Jaxpr) -> bool:
     """Whether the condition depends on a comparison of numbers."""
     needed = producers(variables(condition.outvars), condition.eqns)
-    return any(eqn.primitive.name in COMPARISONS and _reads_numbers(eqn) for eqn in needed)
-
-
-def _reads_numbers(eqn: core.JaxprEqn) -> bool:
-    avals: list[Any] = [v.aval for v in variables(eqn.invars)]
-    return any(aval.dtype != np.bool_ for aval in avals)
+    compared: list[Any] = [
+        v.aval for eqn in needed if eqn.primitive.name in COMPARISONS for v in variables(eqn.invars)
+    ]
+    return any(aval.dtype != np.bool_ for aval in compared)
 
 
 def traced(function: Callable[..., Any], *inputs: Any) -> tuple[list[core.JaxprEqn], Any]:

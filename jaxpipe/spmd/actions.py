@@ -166,11 +166,8 @@ class DeviceAction:
             (outs,) = run_in_slots(code)
             return action.end(outs, state)
 
-        return self._block(self._every_effect, run_alone)
-
-    @property
-    def _every_effect(self) -> list[Effect]:
-        return [effect for own in self.effects.values() for effect in own]
+        every = [effect for own in self.effects.values() for effect in own]
+        return self._block(every, run_alone)
 
     def _ordered(self, state: State) -> DeviceAction:
         """The action, which where permutes block the device depends on the end of earlier blocks of

@@ -137,19 +137,9 @@ class ModelCode:
         y = self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
         return {
             Place.FIRST: self.first.avals[Place.FIRST],
-            Place.LAST: y if self.spreads_last else (),
+            Place.LAST: y if self.schedule.encoded.spreads_last else (),
             Place.SHARE: () if self.last is None else self.last.avals[Place.STASH],
         }
-
-    @property
-    def spreads_first(self) -> bool:
-        """Whether `first` and its gradient are shares on every device, and blocks of their own."""
-        return self.schedule.encoded.spreads_first
-
-    @property
-    def spreads_last(self) -> bool:
-        """Whether `last` is a share on every device, and a block of its own."""
-        return self.schedule.encoded.spreads_last
 
     @property
     def defers_last(self) -> bool:
@@ -171,9 +161,9 @@ class ModelCode:
     @property
     def permutes(self) -> bool:
         """Whether a function that not all devices run at once permutes, as ring attention does."""
-        codes = [*self.kinds, *([] if self.spreads_first else [self.first])]
+        codes = [*self.kinds, *([] if self.schedule.encoded.spreads_first else [self.first])]
         jaxprs = [jaxpr for code in codes for jaxpr in (code.forward, code.backward)]
-        if self.last is not None and not self.spreads_last:
+        if self.last is not None and not self.schedule.encoded.spreads_last:
             jaxprs.append(self.last.backward)
         return any("ppermute" in (name for name, _ in collectives(jaxpr)) for jaxpr in jaxprs)
 
@@ -249,7 +239,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
 
     # what the gradient of `first` needs: what it keeps, or of all devices that of its result
     kept: Avals = tuple(leaf for place in RESIDUALS for leaf in first.avals[place])
-    kept = first.avals[Place.COTANGENT] if found.spreads_first else kept
+    kept = first.avals[Place.COTANGENT] if found.schedule.encoded.spreads_first else kept
     return replace(
         found,
         kinds=tuple(of_model(code, Place.STAGE_GRADIENTS, {}) for code in found.kinds),
