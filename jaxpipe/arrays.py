@@ -15,14 +15,15 @@ from jaxtyping import Bool, Int32
 
 # A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: JAX itself has no type for it.
 PyTree: TypeAlias = Any
-# Trees by part of the model: "first", "stages", "last", "shared".
-Params: TypeAlias = "dict[str, Any]"
+# Trees by part of the model: "first", "stages", "last", "shared"; and those of parameters.
+ByPart: TypeAlias = "dict[str, Any]"
+Params: TypeAlias = ByPart
 # The leaves of a tree, in `jax.tree.leaves` order.
 Leaves: TypeAlias = "list[Any]"
 # Where a leaf is in its tree, as `jax.tree_util` gives it.
 LeafPath: TypeAlias = "tuple[Any, ...]"
 # A leaf, which may be traced, or its shape and dtype alone.
-Leaf: TypeAlias = "Array | jax.ShapeDtypeStruct | jax.core.ShapedArray"
+Leaf: TypeAlias = "Array | np.ndarray | jax.ShapeDtypeStruct | jax.core.ShapedArray"
 # The shapes and dtypes of the values of a place.
 Avals: TypeAlias = "Sequence[Any]"
 # The key of a step, None where it draws no random numbers; and the factor of its loss.

@@ -31,7 +31,7 @@ from .errors import PipelineError
 from .model.arguments import StepArguments
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS
-from .model.functions import StageOutput
+from .model.functions import Extra, StageOutput
 from .model.keys import shard_key
 from .model.layers import OUTER
 from .model.replaced import ADDED
@@ -131,7 +131,7 @@ class _Shard:
         }
         self.plans |= {s: layout.held(s, setup.plans["stages"]).leaves for s in self.stages}
 
-        def empty(leaf: Array, plan: LeafPlan) -> Array | None:
+        def empty(leaf: Array | np.ndarray, plan: LeafPlan) -> Array | None:
             dtype = accumulator_dtype(leaf.dtype, setup.accumulate)
             rule = plan.replaced or ADDED
             return None if plan.frozen else rule.empty(leaf.shape, dtype)
@@ -180,7 +180,7 @@ class _Shard:
 
     def _extra(
         self, of: By, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
-    ) -> Params:
+    ) -> Extra:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
         return self.functions.extra(self.batch, self.rng, *numbers, wants, of=of)
 
@@ -320,7 +320,7 @@ class _Shard:
         return jnp.asarray(self.losses), aux, self.state, grads
 
 
-def _part(leaf: Array, number: int, count: int) -> Array:
+def _part(leaf: Array | np.ndarray, number: int, count: int) -> Array:
     """The rows of one of `count` data shards."""
     size = leaf.shape[0] // count
     return jnp.asarray(leaf[number * size : (number + 1) * size])

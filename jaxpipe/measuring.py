@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import Leaves, Params, PyTree, shape_of, words_of
+from .arrays import Avals, Leaves, Params, PyTree, shape_of, words_of
 from .engine.costs import Costs
 from .errors import Count, Fits, PipelineError, typed
 from .inspect.blocks import (
@@ -219,7 +219,7 @@ def measured_blocks(
     return Measured(step, {**seconds, "hop": hop}, temp, unit)
 
 
-def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def timed(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds until each has its results, run in turn, so that other work of the machine
     delays all alike; the first round warms up.
     """
@@ -259,9 +259,9 @@ def exchange(
     mesh: Mesh,
     axis: str,
     pairs: Sequence[tuple[int, int]],
-    avals: Sequence[Any],
+    avals: Avals,
     specs: Sequence[PartitionSpec] | None = None,
-) -> Callable[[], Any]:
+) -> Callable[[], object]:
     """A call that sends arrays of these shapes between pairs of devices of an axis.
 
     Without pairs it sends nothing.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .arrays import Params, PyTree, StepResults, described
+from .arrays import ByPart, Params, PyTree, StepResults, described
 from .derivatives import RunStep, differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
@@ -214,7 +214,7 @@ class StepRunner:
                 "microbatch) -> scalar)"
             )
 
-    def check(self, given: StepArguments, *, whole: bool = True) -> Params:
+    def check(self, given: StepArguments, *, whole: bool = True) -> ByPart:
         """The plans of parameters; PipelineError, before anything is traced, for those that are not
         placed for this schedule or rows that do not divide; `whole`: into all microbatches of the
         schedule.

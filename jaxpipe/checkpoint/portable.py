@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..arrays import PyTree, is_key, path_text, shapes_of, words_of
+from ..arrays import LeafPath, PyTree, is_key, path_text, shapes_of, words_of
 from ..errors import CheckpointError
 from ..model.settings import explicit_context, has, jit_on_mesh
 from ..pipeline import Pipeline
@@ -49,7 +49,7 @@ class PortableState:
         """
         state = _wrapped(state)
 
-        def outside(path: Any, node: PyTree, follows: PyTree) -> PyTree:
+        def outside(path: LeafPath, node: PyTree, follows: PyTree) -> PyTree:
             if not is_params(node):
                 return _on_host(node)
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
@@ -111,7 +111,7 @@ class PortableState:
         alike = self.pipe is not None and not self.pipe.layout.unlike
         faults: list[str] = []
 
-        def of_node(path: Any, node: PyTree) -> PyTree:
+        def of_node(path: LeafPath, node: PyTree) -> PyTree:
             if not is_params(node):
                 return None
             name = path_text(path)
@@ -167,7 +167,7 @@ def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return {key: {"stages": value} if key == OWN_STATE else value for key, value in state.items()}
 
 
-def _check_single_values(path: Any, stages: PyTree, follows: PyTree) -> None:
+def _check_single_values(path: LeafPath, stages: PyTree, follows: PyTree) -> None:
     """One value a chunk, where it does not follow stages, has no place in model order unless all
     are equal.
     """

@@ -133,19 +133,19 @@ def line_of(fault: KnownFault) -> Line:
     )
 
 
-def loop_of_blocks(*, predicated: bool) -> Any:
+def loop_of_blocks(*, predicated: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A loop of TICKS small blocks, under predicates or without them; of `loop_inputs`."""
 
-    def block(x: Any) -> Any:
+    def block(x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ x)
 
-    def tick(x: Any, flag: jax.Array) -> tuple[Any, None]:
+    def tick(x: jax.Array, flag: jax.Array) -> tuple[jax.Array, None]:
         return (while_once(flag > 0, block, x)[1] if predicated else block(x)), None
 
     return lambda x, flags: lax.scan(tick, x, flags)[0]
 
 
-def loop_inputs() -> tuple[Any, Any]:
+def loop_inputs() -> tuple[jax.Array, jax.Array]:
     """A matrix, and flags that are all set."""
     return jnp.full((64, 64), 0.01, jnp.float32), jnp.ones(TICKS, jnp.int32)
 
@@ -167,7 +167,7 @@ def options(scope: Scope, mesh: Mesh) -> Findings:
     return Findings((judge_accepted(wanted, refused), line))
 
 
-def _lowered() -> Any:
+def _lowered() -> jax.stages.Lowered:
     return jax.jit(loop_of_blocks(predicated=True)).lower(*loop_inputs())
 
 
@@ -365,7 +365,7 @@ def arrivals(scope: Scope, mesh: Mesh, note: str = "") -> Findings:
     sharding = NamedSharding(mesh, PartitionSpec(axis))
     sent = jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__)
 
-    def wrong(sent: Any, pairs: list[tuple[int, int]]) -> Any:
+    def wrong(sent: jax.Array, pairs: list[tuple[int, int]]) -> Any:
         """How many numbers arrive as others on any device; a device without a source has zeros."""
         me = lax.axis_index(axis)
         source = sum((jnp.where(me == to, of + 1, 0) for of, to in pairs), 0)
@@ -408,14 +408,14 @@ def host_copies(scope: Scope, mesh: Mesh) -> Findings:
     return Findings((judge_copies(seconds, sum(each.nbytes for each in arrays), same=same),))
 
 
-def copied(here: NamedSharding) -> tuple[Any, Any]:
+def copied(here: NamedSharding) -> tuple[jax.Array, jax.Array]:
     """Two arrays of other numbers: one on the device, and one in the host's memory."""
     numbers = np.arange(_COPIED // 4, dtype=np.float32)
     there = here.with_memory_kind("pinned_host")
     return jax.device_put(numbers, here), jax.device_put(-numbers, there)
 
 
-def moved(arrays: tuple[Any, Any]) -> tuple[Any, Any]:
+def moved(arrays: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The first array in the host's memory, and the second one on the device.
 
     Both are results of the program: XLA leaves out a copy to the host that comes back.
@@ -424,7 +424,7 @@ def moved(arrays: tuple[Any, Any]) -> tuple[Any, Any]:
     return jax.device_put(out, jax.memory.Space.Host), jax.device_put(back, jax.memory.Space.Device)
 
 
-def are_moved(arrays: tuple[Any, Any], found: tuple[Any, Any]) -> bool:
+def are_moved(arrays: tuple[jax.Array, jax.Array], found: tuple[jax.Array, jax.Array]) -> bool:
     """Whether both arrays have changed their memories, and not their numbers."""
     kinds = [[each.sharding.memory_kind for each in both] for both in (arrays, found)]
     same = all(np.array_equal(a, b) for a, b in zip(arrays, found, strict=True))

@@ -153,7 +153,7 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
     def numbers(*shape: int) -> Any:
         return np.asarray(0.3 * draw.standard_normal(shape), np.float32)
 
-    def block(p: Any, x: Any) -> Any:
+    def block(p: jax.Array, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ p["up"]) @ p["down"]
 
     weights = {
@@ -164,11 +164,11 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
     if spread:
         return Model(block, first=VocabEmbedding(), last=VocabHead()), weights
 
-    def embed(p: Any, microbatch: Any) -> Any:
+    def embed(p: jax.Array, microbatch: dict[str, jax.Array]) -> jax.Array:
         # no scatter in the gradient, so sums have a fixed order
         return jax.nn.one_hot(microbatch["tokens"], WORDS, dtype=jnp.float32) @ p["table"]
 
-    def head(p: Any, x: Any, microbatch: Any) -> Any:
+    def head(p: jax.Array, x: jax.Array, microbatch: dict[str, jax.Array]) -> jax.Array:
         logits = x @ p["table"].T
         target = jax.nn.one_hot(microbatch["targets"], WORDS, dtype=logits.dtype)
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * target, -1))
@@ -176,7 +176,7 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
     return Model(block, first=embed, last=head), weights
 
 
-def _batch(microbatches: int, seed: int) -> dict[str, Any]:
+def _batch(microbatches: int, seed: int) -> dict[str, np.ndarray]:
     """Rows without repeated words in a microbatch, so that no sum depends on an order."""
     draw = np.random.default_rng(seed)
     each = [draw.permutation(WORDS)[: ROWS * TOKENS] for _ in range(microbatches)]
@@ -202,13 +202,13 @@ _MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # limits, as multiples of the expected
 def _block(stage: PyTree, x: jax.Array) -> Any:
     """MLPs with a residual."""
 
-    def layer(x: Any, p: Any) -> tuple[Any, None]:
+    def layer(x: jax.Array, p: jax.Array) -> tuple[jax.Array, None]:
         return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
 
     return lax.scan(layer, x, stage)[0]
 
 
-def _loss(_: Any, x: Any, microbatch: Any) -> Any:
+def _loss(_: PyTree, x: jax.Array, microbatch: PyTree) -> jax.Array:
     return jnp.mean(jnp.square(x - microbatch["y"]).astype(jnp.float32))
 
 

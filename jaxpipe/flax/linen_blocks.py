@@ -11,7 +11,7 @@ import jax
 from flax import core, linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Leaves, Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.calls import UserFunction
@@ -245,7 +245,7 @@ def from_linen(
             "variables with a leading axis of blocks are of one module; give that module, or "
             "a list of variables"
         )
-    each: list[Any] = [variables] if stack else list(variables)
+    each: Leaves = [variables] if stack else list(variables)
     if not several:
         modules *= len(each)
     elif len(each) != len(modules):
@@ -289,7 +289,7 @@ def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]
     PipelineError if there are no such submodules.
     """
     trees = flatten_dict(core.unfreeze(variables))
-    own: list[Any] = []
+    own: Leaves = []
     while found := {
         path: leaf
         for path, leaf in trees.items()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..arrays import PyTree, by_path
+from ..arrays import Leaves, PyTree, by_path
 from ..errors import PipelineError
 from ..model.calls import Function, UserFunction
 
@@ -160,7 +160,7 @@ def end_units(
     return {n: replace(own, takes=("modules", *TAKES[n])) for n, own in units.items()}
 
 
-def listed(blocks: Any, module: type, kind: str) -> list[Any]:
+def listed(blocks: Any, module: type, kind: str) -> Leaves:
     """The blocks; PipelineError unless they are modules."""
     modules = list(blocks)
     if not modules:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import core, linen as nn, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..arrays import Params, PyTree, shapes_of, zeros_of
+from ..arrays import Leaves, Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..jaxprs.dataflow import inputs_of
 from ..layouts.layout import Layout
@@ -191,7 +191,7 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
         params, shapes, key, [x] * whole.count
     )
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    inputs: list[Any] = [tuple(entry.key for entry in path) for path, _ in leaves]
+    inputs: Leaves = [tuple(entry.key for entry in path) for path, _ in leaves]
     inputs += [*("microbatch" for _ in jax.tree.leaves(shapes)), "key"]
     inputs += [i for i in range(whole.count) for _ in jax.tree.leaves(x)]
     reads = jax.tree.unflatten(jax.tree.structure(results), inputs_of(closed))
@@ -249,7 +249,7 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> UserFunction:
         return block(x, *arguments, **keywords)
 
     def with_values(block: Any, x: PyTree, *, training: bool) -> Any:
-        found: list[Any] = []
+        found: Leaves = []
         jax.eval_shape(lambda rows: found.append(more(rows, training)), shapes)
         arguments, keywords = found[0]
         return block(x, *arguments, **keywords)
@@ -257,7 +257,7 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> UserFunction:
     return with_arrays if arrays else with_values
 
 
-def _arrays(tree: PyTree) -> list[Any]:
+def _arrays(tree: PyTree) -> Leaves:
     """The leaves that are arrays."""
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, _ARRAY)]
 
@@ -414,7 +414,7 @@ def _linen_blocks(
 
 def _nnx_blocks(model: Any, pattern: str, loss: UserFunction, trainable: Any, frozen: Any) -> Whole:
     """The model with functions in the place of its blocks."""
-    own: list[Any] = []
+    own: Leaves = []
     # Blocks of an `nnx.List` are its attributes "0", "1", ...
     while (block := _at(model, names_of(pattern, len(own)))) is not None:
         own.append(block)

@@ -29,6 +29,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -156,7 +157,9 @@ class GpuProgram(CompiledProgram):
         )
 
 
-def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
+def compile_and_read(
+    lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+) -> GpuProgram:
     """Compile and read the result of `pipe.lower(...)` or `jax.jit(f).lower(...)`, with XLA options
     added to its own.
 

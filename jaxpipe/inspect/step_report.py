@@ -361,7 +361,7 @@ def profile(
     """
     events: list[Event] = []
 
-    def note(numbers: jax.Array, _wrote: Any) -> Any:
+    def note(numbers: jax.Array, _wrote: object) -> Any:
         events.append((time.perf_counter(), *np.asarray(numbers).tolist()))
         return np.int32(0)
 

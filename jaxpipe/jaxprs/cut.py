@@ -275,7 +275,7 @@ def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     return tuple(i if text is None else texts.index(text) for i, text in enumerate(texts))
 
 
-def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
+def _text(jaxpr: core.Jaxpr, atom: Atom) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
     alone = drop_dead(jaxpr.replace(outvars=[atom]))
     used = reads(alone)

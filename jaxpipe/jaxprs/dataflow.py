@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import count
 from operator import or_
-from typing import Any
 
 from jax.extend import core
 
-from .equations import ClosedJaxpr
+from .equations import Atom, ClosedJaxpr
 from .flat import flatten
 
 # parameters of equations that say where numbers are
@@ -47,9 +46,9 @@ class Dataflow:
     def _add(self, closed: ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
         """Append the equations of a jaxpr; the numbers of its results."""
         flat = flatten(closed).jaxpr
-        known: dict[Any, int] = defaultdict(self._new, zip(flat.invars, inputs, strict=True))
+        known: dict[core.Var, int] = defaultdict(self._new, zip(flat.invars, inputs, strict=True))
 
-        def numbers(atoms: Sequence[Any]) -> tuple[int, ...]:
+        def numbers(atoms: Sequence[Atom]) -> tuple[int, ...]:
             return tuple(self._new() if isinstance(a, core.Literal) else known[a] for a in atoms)
 
         for eqn in flat.eqns:

@@ -5,7 +5,7 @@ results, and costs; and collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -91,7 +91,7 @@ def with_inner(eqn: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]) -
     return eqn if params is eqn.params else eqn.replace(params=params)
 
 
-def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
+def renamed(jaxpr: core.Jaxpr, env: Mapping[core.Var, Atom]) -> core.Jaxpr:
     """The jaxpr that reads other values in place of some of its variables.
 
     Equations that read none of these stay the same objects.
@@ -106,7 +106,7 @@ def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
-def substituted(atoms: Iterable[Any], env: dict[core.Var, Any]) -> list[Any]:
+def substituted(atoms: Iterable[Atom], env: Mapping[core.Var, Atom]) -> list[Any]:
     """The atoms, with other values in place of some variables."""
     return [env.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 
@@ -143,7 +143,7 @@ def with_equations(
     like: core.Jaxpr,
     eqns: Sequence[core.JaxprEqn],
     invars: Sequence[core.Var],
-    outvars: Sequence[Any],
+    outvars: Sequence[Atom],
 ) -> core.Jaxpr:
     """A jaxpr of these equations, with the effects that they have."""
     effects = frozenset().union(*(e.effects for e in eqns))
@@ -218,7 +218,7 @@ def literal(atom: core.Literal) -> jax.Array:
     return jnp.asarray(atom.val, aval.dtype)
 
 
-def results_of(code: ClosedJaxpr, *arguments: Any) -> Leaves:
+def results_of(code: ClosedJaxpr, *arguments: object) -> Leaves:
     """Evaluate a jaxpr: arrays, also where an output is a literal."""
     found = core.jaxpr_as_fun(code)(*arguments)
     pairs = zip(found, code.jaxpr.outvars, strict=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaf, Leaves
+from ..arrays import Leaf, Leaves, PyTree
 from .equations import Atom, ClosedJaxpr, bind, closed_jaxpr, literal, scan_counts
 from .flat import CALLS, REMAT
 
@@ -48,8 +48,11 @@ class Layers:
 
 
 def in_layers(
-    function: Callable[..., Any], arguments: Sequence[Any], candidates: Sequence[bool], limit: int
-) -> tuple[Callable[..., Any], list[Any], list[int]]:
+    function: Callable[..., Any],
+    arguments: Sequence[PyTree],
+    candidates: Sequence[bool],
+    limit: int,
+) -> tuple[Callable[..., Any], Leaves, list[int]]:
     """The function with those scans unrolled that have at most `limit` trips and scan stacks among
     the first leaves of its arguments, where `candidates` allows it.
 

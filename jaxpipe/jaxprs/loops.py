@@ -13,6 +13,7 @@ from jax.extend import core
 
 from .equations import (
     COMPARISONS,
+    Atom,
     ClosedJaxpr,
     by_leaves,
     closed_jaxpr,
@@ -79,7 +80,7 @@ def traced(function: Callable[..., Any], *inputs: Any) -> tuple[list[core.JaxprE
 
 
 def _extended(
-    closed: ClosedJaxpr, trips: core.Var, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]
+    closed: ClosedJaxpr, trips: core.Var, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Atom]
 ) -> ClosedJaxpr:
     """The jaxpr with one more input, these equations after its own, and these outputs."""
     jaxpr = closed.jaxpr

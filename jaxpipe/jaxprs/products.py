@@ -113,7 +113,7 @@ class _Product(NamedTuple):
 
     @classmethod
     def behind(
-        cls, end: Any, maker: Mapping[Any, core.JaxprEqn], uses: Mapping[Any, int]
+        cls, end: Any, maker: Mapping[core.Var, core.JaxprEqn], uses: Mapping[core.Var, int]
     ) -> _Product | None:
         """The product that a value is."""
         moves: list[core.JaxprEqn] = []

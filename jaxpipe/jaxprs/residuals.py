@@ -94,11 +94,11 @@ def keep_fewer_residuals(
 
 def _readers(
     jaxpr: core.Jaxpr, forward: Sequence[bool], outvars: Sequence[Any]
-) -> dict[Any, list[int]]:
+) -> dict[core.Var, list[int]]:
     """The positions of the scans of the backward that scan each stacked output, where nothing else
     reads it.
     """
-    found: dict[Any, list[int]] = {v: [] for v in outvars if v not in jaxpr.outvars}
+    found: dict[core.Var, list[int]] = {v: [] for v in outvars if v not in jaxpr.outvars}
     for i, eqn in enumerate(jaxpr.eqns):
         scans = eqn.primitive.name == "scan" and not forward[i]
         whole = sum(scan_counts(eqn)) if scans else len(eqn.invars)

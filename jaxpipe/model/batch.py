@@ -56,7 +56,7 @@ def map_rows(
         own = map_rows(change, batch.batch, whole, others)
         return replace(batch, batch=own, position=others(batch.position))
 
-    def changed(path: LeafPath, leaf: jax.Array) -> Any:
+    def changed(path: LeafPath, leaf: object) -> Any:
         return (others if is_named(path, whole) else change)(leaf)
 
     return jax.tree_util.tree_map_with_path(changed, batch)
@@ -83,7 +83,7 @@ def split_batch(
     """
     sequences = count // slices
 
-    def split(path: LeafPath, leaf: jax.Array) -> jax.Array:
+    def split(path: LeafPath, leaf: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         if is_named(path, whole):
             return leaf
         rows = leaf.reshape(sequences, leaf.shape[0] // sequences, *leaf.shape[1:])

@@ -19,6 +19,7 @@ from jax import Array
 from jax.extend import core
 
 from ..arrays import (
+    ByPart,
     Leaf,
     LeafPath,
     Number,
@@ -123,7 +124,7 @@ class Cuts:
                     )
         return found
 
-    def sizes(self, params: Params) -> Params:
+    def sizes(self, params: Params) -> ByPart:
         """For each canonical parameter that may be cut the length of its cut dim; 0 where it is
         whole.
         """

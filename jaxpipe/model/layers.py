@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import Params, PyTree, axis_faults
+from ..arrays import Leaves, Params, PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
@@ -120,7 +120,7 @@ class LayerMap:
             found.append(own)
         return found
 
-    def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> Params:
+    def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> dict[str, PyTree]:
         """The inverse of `split`."""
         stacks = {n: [stack for own in stages for stack in own.get(n, ())] for n in self.letters}
         return {
@@ -167,7 +167,7 @@ class LayerMap:
         wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
 
         def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
-            losses: list[Any] = []
+            losses: Leaves = []
             for run in runs:
                 layer = _Layer(layers[run.letter], keywords, has_loss)
                 x, more = layer.run_each(run, params[run.letter][run.group], x, offsets)

@@ -148,7 +148,7 @@ def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+def on_own_mesh(mesh: Mesh, leaf: Leaf) -> Leaf:
     """The same array or shape, spread as it is, on a mesh of automatic axes."""
     is_tracer = isinstance(leaf, jax.core.Tracer)
     sharding = None if is_tracer else getattr(leaf, "sharding", None)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..arrays import Leaf, LossScale, PyTree, StepKey, shape_of
+from ..arrays import ByPart, Leaf, LossScale, PyTree, StepKey, shape_of
 from ..lowering.plan import Plan
 from ..lowering.target import Form, Target
 from ..model.arguments import StepArguments
@@ -42,7 +42,7 @@ class Setup:
     functions: Functions
     partition: Partition
     accumulate: DTypeLike | None  # dtype of gradient accumulators, or None for the parameters' own
-    plans: dict[str, PyTree]  # how each parameter is spread over the mesh
+    plans: ByPart  # how each parameter is spread over the mesh
     training: bool
     target: Target  # the kind of the mesh's devices
     # return the outputs of the last stage, which `functions.last` returns as its metrics

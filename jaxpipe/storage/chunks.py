@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import SequenceKey
 
-from ..arrays import PyTree, array_faults, axis_faults, by_path, is_key, stacked
+from ..arrays import Leaves, PyTree, array_faults, axis_faults, by_path, is_key, stacked
 from ..errors import PipelineError
 from ..model.calls import Function
 from ..model.layers import OUTER, LayerMap, owned_stages
@@ -90,7 +90,7 @@ def again_by(place: str) -> str:
     )
 
 
-def arrays_of(chunk: PyTree) -> dict[str, Any]:
+def arrays_of(chunk: PyTree) -> dict[str, jax.Array]:
     """The arrays of a chunk by name, in the order of its leaves."""
     return chunk.leaves if isinstance(chunk, Packed) else by_path(chunk)
 
@@ -100,7 +100,7 @@ class StageLeaves(NamedTuple):
 
     form: TreeForm
     places: Places
-    leaves: list[Any]  # those of the chunk in which they are, in the stage's order
+    leaves: Leaves  # those of the chunk in which they are, in the stage's order
 
     @property
     def avals(self) -> PyTree:

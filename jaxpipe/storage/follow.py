@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..arrays import Leaf, LeafPath, Params, PyTree, followed, path_text
+from ..arrays import ByPart, Leaf, LeafPath, Params, PyTree, followed, path_text
 from ..model.layers import OUTER
 from ..model.settings import SpecEntry, names_of, trimmed
 from .packed import Packed
@@ -93,7 +93,7 @@ class Followers:
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
 
-    def shardings(self, node: PyTree) -> Params:
+    def shardings(self, node: PyTree) -> ByPart:
         """The sharding of each leaf of a node of placed shapes."""
         assert self._partition is not None, "a plain program places nothing"
         return shardings(self._partition.mesh, self.of(node), node)
@@ -128,7 +128,7 @@ class Followers:
         return "/".join(names[: 1 + self._unlike]), "/".join(names[2:])
 
 
-def shardings(mesh: Mesh, follows: Mapping[str, PyTree], like: Params) -> Params:
+def shardings(mesh: Mesh, follows: Mapping[str, PyTree], like: Params) -> ByPart:
     """The shardings of a tree of these shapes, like the placed parameters or canonical ones.  A dim
     that does not divide is whole.
     """

@@ -105,7 +105,7 @@ def on_own_stages(
         shapes = [jax.eval_shape(partial(run, kind), own, more) for kind in kinds]
         like = [{k: v for arrays in each for k, v in arrays.items()} for each in zip(*shapes)]
 
-        def full(kind: tuple[TreeForm, ...], *given: Any) -> list[ByName]:
+        def full(kind: tuple[TreeForm, ...], *given: jax.Array) -> list[ByName]:
             return [zeros_of(a) | b for a, b in zip(like, run(kind, *given), strict=True)]
 
         number = jnp.array(numbers)[lax.axis_index(axis)]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..arrays import Leaf, LeafPath, Params, PyTree, by_path, path_text
+from ..arrays import ByPart, Leaf, LeafPath, PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from ..model.calls import Cuts
@@ -73,7 +73,7 @@ class Partition:
 
     def plans(
         self, params: Mapping[str, PyTree], canonical: Mapping[str, PyTree] | None = None
-    ) -> Params:
+    ) -> ByPart:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
 
         Raises:
@@ -103,7 +103,7 @@ class Partition:
         PipelineError.refuse(_UNFIT, list(dict.fromkeys(faults)))
         return found
 
-    def sizes(self, plans: Mapping[str, PyTree]) -> Params:
+    def sizes(self, plans: Mapping[str, PyTree]) -> ByPart:
         """For each parameter that may be cut the whole length of its cut dim; 0 where it is
         whole.
         """
@@ -305,7 +305,7 @@ class Partition:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
         return self._plan(leaf, tuple(buffer.spec)).spec(self.axis)
 
-    def shardings(self, plans: PyTree) -> Params:
+    def shardings(self, plans: PyTree) -> ByPart:
         """Shardings of placed parameters."""
         return dict(
             jax.tree.map(lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), plans)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from ..arrays import Leaf, Params, PyTree, shapes_of
+from ..arrays import ByPart, Leaf, Params, PyTree, shapes_of
 from ..errors import PipelineError
 from ..model.settings import explicit_context, has, jit_on_mesh, own_context, with_sharding
 from .chunks import ChunkState, owner_faults, padding_of
@@ -46,7 +47,7 @@ class Placer:
             "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
 
-        def to(like: Params) -> Params:
+        def to(like: Params) -> ByPart:
             return partition.shardings(partition.plans(like, params))
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
@@ -78,7 +79,7 @@ class Placer:
             merges: axes of stages and of layers become one.
         """
 
-        def to(like: Params) -> Params:
+        def to(like: Params) -> ByPart:
             """Stages over the pipe axis; over other axes everything as it was, where stages are
             alike.
             """
@@ -315,7 +316,7 @@ def _outer(tree: Params) -> Params:
     return {key: value for key, value in tree.items() if key != "stages"}
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape(leaf: ArrayLike) -> jax.ShapeDtypeStruct:
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 

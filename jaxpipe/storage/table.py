@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import batched, chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -232,16 +232,16 @@ class ChunkLayout:
                 found[row.array].append((own, row.kept if row.buffer else None))
         return found
 
-    def load(self, form: TreeForm, arrays: dict[str, Any], *, pinned: bool = False) -> PyTree:
+    def load(self, form: TreeForm, arrays: dict[str, jax.Array], *, pinned: bool = False) -> PyTree:
         """A stage's own tree out of one device's arrays; leaves of a missing array are missing."""
         own = [arrays[name] for name in self.names]
         places = form.places(self.names, pinned=pinned and self.pinned)
         values = [own[p.at] if is_missing(own[p.at]) else p.take(own[p.at]) for p in places]
         return jax.tree.unflatten(form.tree, values)
 
-    def store(self, form: TreeForm, tree: PyTree, *, pinned: bool = False) -> dict[str, Any]:
+    def store(self, form: TreeForm, tree: PyTree, *, pinned: bool = False) -> dict[str, jax.Array]:
         """The inverse: those of one device's arrays in which the stage has leaves."""
-        found: dict[str, Any] = {}
+        found: dict[str, jax.Array] = {}
         places = form.places(self.names, pinned=pinned and self.pinned)
         for place, value in zip(places, form.tree.flatten_up_to(tree), strict=True):
             name = self.names[place.at]
