@@ -25,16 +25,7 @@ from ..table.encoded import (
     split_peaks,
 )
 from ..table.gathered import whole_changes
-from ..table.kinds import (
-    BESIDE,
-    LINKED,
-    Action,
-    Kind,
-    Overlap,
-    Sharded,
-    Value,
-    makers,
-)
+from ..table.kinds import BESIDE, LINKED, Action, Kind, Overlap, Sharded, Value, makers
 from ..table.schedule import Schedule, check
 from ..table.text import in_columns
 from .costs import Costs, StageCosts

@@ -14,17 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import (
-    MAX_STAGES,
-    Count,
-    Fits,
-    ParseError,
-    is_cost,
-    listed,
-    quoted,
-    set_typed,
-    typed,
-)
+from ..errors import MAX_STAGES, Count, Fits, ParseError, is_cost, listed, quoted, set_typed, typed
 from ..table.placement import Placement
 from ..table.text import in_columns
 

@@ -28,16 +28,7 @@ from ..transforms.rewrites import remove_gathers
 from .rooms import rooms_of
 from .slots import assign_slots
 from .spans import segments_of, span_candidates
-from .target import (
-    ASSUMED,
-    COMMUNICATING,
-    GUESSED,
-    NO_OVERHEADS,
-    Overheads,
-    RunsOn,
-    Target,
-    Worth,
-)
+from .target import ASSUMED, COMMUNICATING, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target, Worth
 from .ticks import (
     F_THEN_PART,
     NO_TRANSFER,

@@ -15,22 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ScheduleError
-from ..program.segments import (
-    JOINT,
-    Block,
-    Payload,
-)
+from ..program.segments import JOINT, Block, Payload
 from ..table.clock import EventLoop
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import (
-    RUNS_FORWARD,
-    Action,
-    Cell,
-    Kind,
-    Overlap,
-    kinds_where,
-)
+from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
 from ..table.order import waiting
 from ..table.schedule import Schedule
 from ..table.text import grid
