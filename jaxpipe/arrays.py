@@ -27,7 +27,7 @@ Leaf: TypeAlias = "Array | np.ndarray | jax.ShapeDtypeStruct | jax.core.ShapedAr
 # The shapes and dtypes of the values of a place.
 Avals: TypeAlias = "Sequence[Any]"
 # The key of a step, None where it draws no random numbers; and the factor of its loss.
-StepKey: TypeAlias = "Array | None"
+Rng: TypeAlias = "Array | None"
 LossScale: TypeAlias = "Array | float | None"
 # The number of a stage or of a microbatch, which may be traced.
 Number: TypeAlias = "Array | int"

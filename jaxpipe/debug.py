@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import Leaves, LossScale, Number, Params, PyTree, StepKey, by_index, zeros_of
+from .arrays import Leaves, LossScale, Number, Params, PyTree, Rng, by_index, zeros_of
 from .errors import PipelineError
 from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
@@ -86,7 +86,7 @@ class Nonfinite:
 
 @outside_contexts
 def find_nonfinite(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: StepKey = None, scale: LossScale = None
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Rng = None, scale: LossScale = None
 ) -> Nonfinite | None:
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
@@ -141,7 +141,7 @@ class _NonfiniteSearch:
     """The calls of a step, and their compiled code."""
 
     def __init__(
-        self, pipe: Pipeline, params: Params, batch: PyTree, rng: StepKey, scale: Array | float
+        self, pipe: Pipeline, params: Params, batch: PyTree, rng: Rng, scale: Array | float
     ) -> None:
         self.pipe, self.params, self.rng, self.scale = pipe, with_outer(params), rng, scale
         self.plans = pipe.partition.plans(self.params)
@@ -194,7 +194,7 @@ class _NonfiniteSearch:
         """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
-        def run(params: PyTree, x: PyTree, batch: PyTree, rng: StepKey, *at: Any) -> Any:
+        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Rng, *at: Any) -> Any:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             key = mesh_key(rng, pipe.data_axes, pipe.partition.data_size)
             result, counts = body(call, params, x, batch, key, *at)

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from .arrays import LossScale, Params, PyTree, StepKey
+from .arrays import LossScale, Params, PyTree, Rng
 from .engine.costs import Costs
 from .errors import PipelineError, typed
 from .jaxprs.loops import with_counted_loops
@@ -254,7 +254,7 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: StepKey = None,
+        rng: Rng = None,
         state: ChunkState = (),
         scale: LossScale = None,
     ) -> tuple[Any, Params]:
@@ -279,7 +279,7 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: StepKey = None,
+        rng: Rng = None,
         state: ChunkState = (),
         scale: LossScale = None,
     ) -> Any:
@@ -308,7 +308,7 @@ class Pipeline:
         return with_aux(loss, aux)
 
     def evaluate(
-        self, params: Params, batch: PyTree, *, rng: StepKey = None, state: ChunkState = ()
+        self, params: Params, batch: PyTree, *, rng: Rng = None, state: ChunkState = ()
     ) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
         process; the state after it is dropped.
@@ -321,7 +321,7 @@ class Pipeline:
         return self._answer(self._evaluated(params, batch, rng, state))
 
     def losses(
-        self, params: Params, batch: PyTree, *, rng: StepKey = None, state: ChunkState = ()
+        self, params: Params, batch: PyTree, *, rng: Rng = None, state: ChunkState = ()
     ) -> Array:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
         fewer where `evaluate` cuts fewer.
@@ -334,7 +334,7 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: StepKey = None,
+        rng: Rng = None,
         state: ChunkState = (),
         cache: Cache | None = None,
         position: ArrayLike = 0,
@@ -388,7 +388,7 @@ class Pipeline:
         return Cache(stages, self._steps.sequences, length)
 
     def lower(
-        self, params: Params, batch: PyTree, *, rng: StepKey = None, state: ChunkState = ()
+        self, params: Params, batch: PyTree, *, rng: Rng = None, state: ChunkState = ()
     ) -> jax.stages.Lowered:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
         `.compile()` works for any mesh.
@@ -403,7 +403,7 @@ class Pipeline:
         params: Params,
         batch: PyTree,
         *,
-        rng: StepKey = None,
+        rng: Rng = None,
         state: ChunkState = (),
         clock: Clock | None = None,
     ) -> TracedStep:
@@ -415,7 +415,7 @@ class Pipeline:
             PipelineError: as `value_and_grad` does.
         """
 
-        def step(params: Params, batch: PyTree, *, rng: StepKey = None, state: Any = ()) -> Any:
+        def step(params: Params, batch: PyTree, *, rng: Rng = None, state: Any = ()) -> Any:
             inputs = params, batch, rng, state, None
             results, grads = self._steps.run(Call.STEP, *inputs, step=found)
             return self._answer(results, with_state=True), grads
@@ -463,12 +463,7 @@ class Pipeline:
 
     @contextmanager
     def _arguments(
-        self,
-        params: Params,
-        batch: PyTree,
-        rng: StepKey,
-        state: ChunkState,
-        scale: LossScale = None,
+        self, params: Params, batch: PyTree, rng: Rng, state: ChunkState, scale: LossScale = None
     ) -> Iterator[StepArguments]:
         """The arguments of a step, on the pipeline's own mesh.  What JAX cannot take is named by
         its place in them.
@@ -483,7 +478,7 @@ class Pipeline:
             raise
 
     def _evaluated(
-        self, params: Params, batch: PyTree, rng: StepKey, state: ChunkState
+        self, params: Params, batch: PyTree, rng: Rng, state: ChunkState
     ) -> dict[str, Any]:
         """The results of `evaluate`."""
         with self._arguments(params, batch, rng, state) as arguments:

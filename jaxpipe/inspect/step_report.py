@@ -80,7 +80,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ..arrays import Params, PyTree, StepKey
+from ..arrays import Params, PyTree, Rng
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
 from ..errors import Count, PipelineError, typed
@@ -149,7 +149,7 @@ def merged(schedule: Schedule, costs: Costs) -> Costs:
 
 @outside_contexts
 def report(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: StepKey = None, state: Any = ()
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Rng = None, state: Any = ()
 ) -> dict[str, Any]:
     """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals,
     XLA's memory, compile seconds.

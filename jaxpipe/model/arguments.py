@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import LossScale, Params, PyTree, StepKey, without_numpy
+from ..arrays import LossScale, Params, PyTree, Rng, without_numpy
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
@@ -31,7 +31,7 @@ class StepArguments(NamedTuple):
 
     params: Params  # placed
     batch: PyTree  # leaves [rows, ...]
-    rng: StepKey = None  # the step's key
+    rng: Rng = None  # the step's key
     state: PyTree = ()  # the stages' own, placed; or those of a cache
     scale: LossScale = None  # a factor of the loss
 

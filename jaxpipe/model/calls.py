@@ -25,7 +25,7 @@ from ..arrays import (
     Number,
     Params,
     PyTree,
-    StepKey,
+    Rng,
     array_faults,
     by_path,
     described,
@@ -226,7 +226,7 @@ class Context(NamedTuple):
 
     stage: Array
     microbatch: Array
-    rng: StepKey = None  # of a spread function the same on all devices: see `share_rng`
+    rng: Rng = None  # of a spread function the same on all devices: see `share_rng`
     # a key of the step, the microbatch and the data shard alone: equal in all functions
     microbatch_rng: Array | None = None
     # where the model is given by layers: the layer's number, from which `rng` is made instead of

@@ -15,17 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import PyTreeDef
 
-from ..arrays import (
-    Number,
-    PyTree,
-    StepKey,
-    by_index,
-    described,
-    is_key,
-    shapes_of,
-    summable,
-    zeros_of,
-)
+from ..arrays import Number, PyTree, Rng, by_index, described, is_key, shapes_of, summable, zeros_of
 from ..errors import PipelineError
 from ..table.effects import By
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
@@ -206,14 +196,7 @@ class Functions:
         return row_specs(batch, self.whole, axes)
 
     def extra(
-        self,
-        batch: PyTree,
-        rng: StepKey,
-        stage: Any,
-        microbatch: Any,
-        wants: frozenset[str],
-        *,
-        of: By,
+        self, batch: PyTree, rng: Rng, stage: Any, microbatch: Any, wants: frozenset[str], *, of: By
     ) -> Extra:
         """The microbatch's rows of the batch and the context, those of them that are wanted; `of`
         is the function that gets them.

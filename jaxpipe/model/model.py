@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..arrays import Number, Params, PyTree, StepKey, without_numpy, zeros_of
+from ..arrays import Number, Params, PyTree, Rng, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.effects import By
@@ -231,7 +231,7 @@ class Model:
         *,
         microbatches: int | None = None,
         slices: int = 1,
-        rng: StepKey = None,
+        rng: Rng = None,
         state: PyTree = (),
         training: bool = True,
     ) -> Any:
@@ -276,7 +276,7 @@ class Model:
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
-    def _plain(self, params: Params, rows: PyTree, rng: StepKey, **how: Any) -> Plain:
+    def _plain(self, params: Params, rows: PyTree, rng: Rng, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
         stacked = callable(self.stages)
@@ -366,7 +366,7 @@ class Plain:
     functions: Functions
     params: Params  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
-    rng: StepKey
+    rng: Rng
     # the stages are one function, and their parameters are leaves [S, ...]
     stacked: bool
 

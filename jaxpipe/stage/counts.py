@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import Leaves, PyTree, StepKey
+from ..arrays import Leaves, PyTree, Rng
 from ..errors import PipelineError
 from ..jaxprs.equations import results_of
 from ..model.batch import map_rows
@@ -33,7 +33,7 @@ def total_count(
     code: StageCode,
     functions: Functions,
     batch: PyTree,
-    rng: StepKey,
+    rng: Rng,
     stage: jax.Array,
     data_axes: tuple[str, ...] = (),
 ) -> jax.Array | None:

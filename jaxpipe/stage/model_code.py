@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import Avals, Leaves, PyTree, StepKey, accumulator_dtype, by_index, shapes_of, whole
+from ..arrays import Avals, Leaves, PyTree, Rng, accumulator_dtype, by_index, shapes_of, whole
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -181,7 +181,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     shared_uses = uses_of(setup, shared, leaf_plans(setup.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
-        def extra(batch: PyTree, rng: StepKey, index: jax.Array) -> dict[str, PyTree]:
+        def extra(batch: PyTree, rng: Rng, index: jax.Array) -> dict[str, PyTree]:
             return functions.extra(batch, rng, index, index, wants, of=By.STAGE)
 
         index = jax.ShapeDtypeStruct((), jnp.int32)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..arrays import ByPart, Leaf, LossScale, PyTree, StepKey, shape_of
+from ..arrays import ByPart, Leaf, LossScale, PyTree, Rng, shape_of
 from ..lowering.plan import Plan
 from ..lowering.target import Form, Target
 from ..model.arguments import StepArguments
@@ -199,10 +199,10 @@ class Inputs(NamedTuple):
     first: PyTree
     last: PyTree
     batch: PyTree  # leaves [M, ...]
-    rng: StepKey
+    rng: Rng
     scale: LossScale  # a factor of the loss, or None
 
 
-def mesh_key(rng: StepKey, data_axes: tuple[str, ...], data_size: int) -> jax.Array | None:
+def mesh_key(rng: Rng, data_axes: tuple[str, ...], data_size: int) -> jax.Array | None:
     """The step's key on this device's data shard."""
     return shard_key(rng, lax.axis_index(data_axes) if data_axes else 0, data_size)
