@@ -130,7 +130,8 @@ class StageCode:
     uses: tuple[ParamUse, ...]  # of each parameter, of one for each layer of a stack that is apart
     layers: tuple[int, ...] = ()  # how many parameters each stored leaf gives, 0: itself
     num_extra: int = 0  # the context, the rows of the microbatch, the state before it
-    y_tree: PyTreeDef | None = None  # of what it returns for the next stage, or besides a loss
+    # of what it returns for the next stage, or besides a loss
+    y_tree: PyTreeDef | None = None
     # by place: inputs, SENT_X what a stage returns, LOSSES its loss, STAGE_STATE the state after
     # it, AUX what `last` returns besides its loss, and gradients
     avals: Mapping[Place, Avals]
@@ -203,7 +204,7 @@ class StageCode:
         ends = accumulate((len(self.avals[place]) for place in places), initial=start)
         return {place: slice(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
 
-    def results[T](self, places: Sequence[Place], values: Sequence[T]) -> dict[Place, list[T]]:
+    def results(self, places: Sequence[Place], values: Leaves) -> dict[Place, Leaves]:
         """The results for consecutive places, of the first of these values."""
         return {place: list(values[span]) for place, span in self.spans(places).items()}
 
