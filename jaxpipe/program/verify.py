@@ -65,7 +65,9 @@ def faults(program: Program) -> tuple[Fault, ...]:
     if found := tuple(_segment_faults(program)):
         return found
     blocks = tuple(_running(program))
-    if found := tuple(_code_faults(program, blocks)):
+    rules = (_action_faults, _collective_faults, _run_faults, gather_faults)
+    broken = [*(rule(program) for rule in rules), _template_faults(program, blocks)]
+    if found := tuple(fault for rule in broken for fault in islice(rule, _MOST_LISTED)):
         return found
     # Of pools whose values have one number, the largest says how many slots each has.
     largest = max(program.pools.get(pool, 0) for pool in TOGETHER)
@@ -101,13 +103,6 @@ def _running(program: Program) -> Iterator[Running]:
             for place, use in enumerate(template.blocks):
                 runs = program.asks(program.ticks, use.block)[ticks]
                 yield Running(use, place, among, ticks, runs)
-
-
-def _code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
-    """Broken rules of actions and of the code that runs them."""
-    for rule in (_action_faults, _collective_faults, _run_faults, gather_faults):
-        yield from islice(rule(program), _MOST_LISTED)
-    yield from islice(_template_faults(program, blocks), _MOST_LISTED)
 
 
 def _action_faults(program: Program) -> Iterator[Fault]:
