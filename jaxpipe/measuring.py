@@ -197,8 +197,8 @@ def measured_blocks(
     """Every block of a step of these arguments, compiled alone, and timed or estimated."""
     step = traced(pipe, *arguments)
     blocks = {block.name: block for block in outer_blocks(step)}
-    for number, kind in enumerate(zip(step.code.kinds, step.entries, strict=True)):
-        pieces = stage_blocks(*kind)
+    for number in range(len(step.code.kinds)):
+        pieces = stage_blocks(step, number)
         blocks |= {f"{name} {number}": pieces[name] for name in BLOCKS}
     compiled = {name: compile_blocks(step, block) for name, block in blocks.items()}
     temp = {name: temp_of(step, each) for name, each in compiled.items()}

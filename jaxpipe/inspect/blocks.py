@@ -22,7 +22,13 @@ from ..pipeline import Pipeline
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.emit import TracedStep
 from ..spmd.pools import StageEntries
-from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs, split_entries
+from ..spmd.xla import (
+    SplitLeaves,
+    compiled_alone,
+    hoisted_specs,
+    outer_specs,
+    split_entries,
+)
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
 from ..stage.model_code import lower, trace
 from ..steps import Call
@@ -129,9 +135,9 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
 
 
-def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Region]:
+def stage_blocks(step: TracedStep, kind: int) -> dict[str, Region]:
     """The blocks of a kind of stage, by name."""
-
+    code, entries = step.code.kinds[kind], step.entries[kind]
     values = {place: _free(len(avals)) for place, avals in code.avals.items()}
     for place, own in entries.stored.items():
         values[place] = [SizedValue(entry.spec, place, n, entry) for n, entry in enumerate(own)]
@@ -146,7 +152,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Region]:
         SizedValue(spec) for spec in entries.parameters
     ]
     start += at(*INPUTS)
-    start += _free(len(code.forward.invars) - len(start))  # extra and once
+    start += _free(code.num_inputs - len(start))  # extra
+    start += map(SizedValue, hoisted_specs(step.setup, code, entries.parameters))
     seeds = [SizedValue(_WHOLE) for _ in code.avals[Place.LOSSES]]
     late = [*start, *at(*RESIDUALS, *COTANGENTS), *seeds]
     blocks = {}
@@ -166,6 +173,8 @@ def outer_blocks(step: TracedStep) -> list[Region]:
         key = name.split()[0]
         specs = outer_specs(setup, key)
         start = [*(SizedValue(_WHOLE) for _ in code.consts), *map(SizedValue, specs)]
+        start += (free for _ in range(code.num_inputs - len(start)))
+        start += map(SizedValue, hoisted_specs(setup, code, specs))
         inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
         plans = [*leaf_plans(setup.plans[key]), *leaf_plans(setup.plans["shared"])]
         own = [] if before is None else [*_free(before), *_gradients(trained(specs, plans))]

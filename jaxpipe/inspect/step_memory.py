@@ -74,8 +74,7 @@ def work_space(step: TracedStep) -> dict[str, int]:
     kinds = {kind.name for kind in table.kinds}
     joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
     runs: list[tuple[Region, ...]] = [(block,) for block in outer_blocks(step)]
-    for kind, entries in zip(step.code.kinds, step.entries, strict=True):
-        of_kind = stage_blocks(kind, entries)
+    for of_kind in map(partial(stage_blocks, step), range(len(step.code.kinds))):
         runs += [(block,) for name, block in of_kind.items() if name in kinds]
         runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
         runs += [(of_kind["W"], of_kind["F"])] if joined else []

@@ -240,6 +240,17 @@ def _of_kind(setup: Setup, code: StageCode, specs: Sequence[PartitionSpec]) -> S
     return StageEntries(tuple(specs), _stored(setup, code, specs_of))
 
 
+def hoisted_specs(
+    setup: Setup, code: StageCode, specs: Sequence[PartitionSpec]
+) -> list[PartitionSpec]:
+    """How the partitioner splits what is computed once a step from parameters with these splits."""
+    if not setup.partition.auto_axes:
+        return [_WHOLE for _ in code.hoist.outvars]
+    splits = [*(_WHOLE for _ in code.consts), *specs]
+    group = list(zip([v.aval for v in code.hoist.invars], splits, strict=True))
+    return _output_specs(setup, lambda values: run(code.hoist, *values), group)
+
+
 def param_specs(
     setup: Setup, code: StageCode, stage: int, owned: Sequence[PyTree]
 ) -> list[PartitionSpec]:

@@ -233,9 +233,7 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
             layers=LAYERS, layout="Et*6,L", schedule=schedule, mesh=mesh, **options
         )
         step = traced(pipe, pipe.place(PARAMS), BATCH, None, ())
-        return compile_blocks(
-            step, stage_blocks(step.code.kinds[0], step.entries[0])["F"]
-        ).cost_analysis()["flops"]
+        return compile_blocks(step, stage_blocks(step, 0)["F"]).cost_analysis()["flops"]
 
     matmuls = 2 * 2 * ROWS * WIDTH * 4 * WIDTH  # a layer's; XLA counts the body of a scan once
     whole = forward_flops(jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]))
