@@ -92,7 +92,7 @@ class Case:
         seconds = perf_counter() - begin
         total = sum(getattr(found, f"{of}_size_in_bytes") for of in ("argument", "output", "temp"))
         predicted = jp.inspect.memory(pipe, params, rows)["total"]
-        planned = plan.parts
+        held = ""
         if costs is not None:
             sizes = layer_sizes(
                 parse_layout(plan.layout, devices=self.pipe),
@@ -103,13 +103,14 @@ class Case:
                 max_active=max_active,
             )
             planned = memory_of(pipe.trace(params, rows).program.slots, sizes)
-        held = planned.total - planned.optimizer
+            held = f"{(planned.total - planned.optimizer) / GIB:.1f}"
         return (
             self.name,
             f"{self.pipe} x {self.fsdp} x {self.model.tensor:g}",
             f"{SCHEDULES[0]}, V {self.chunks}, M {self.microbatches}",
             "once" if max_active is None else str(max_active),
-            *(f"{size / GIB:.1f}" for size in (found.temp_size_in_bytes, total, predicted, held)),
+            *(f"{size / GIB:.1f}" for size in (found.temp_size_in_bytes, total, predicted)),
+            held,
             f"{seconds:.0f}",
         )
 
@@ -247,7 +248,7 @@ COMPILED = "model  P x fsdp x T  table  max_active  temp  XLA  predicted  planne
 COMPILED_NOTES = (
     "GiB of a device without an optimizer.  XLA: arguments, results and temp of the compiled step; "
     "predicted: `jaxpipe.inspect.memory`; planned: of the planner,",
-    "from sizes of layers that are compiled alone; of DeepSeek-V3 by its sizes.",
+    "from sizes of layers that are compiled alone.",
     "compile: seconds, on a loaded machine.",
 )
 
