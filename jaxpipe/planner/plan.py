@@ -165,7 +165,27 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    arguments = locals() | {"model": getattr(model, "layers", model), "prices": read_prices()}
+    arguments = {
+        "model": getattr(model, "layers", model),
+        "costs": costs,
+        "devices": devices,
+        "microbatches": microbatches,
+        "memory": memory,
+        "transfer": transfer,
+        "fsdp": fsdp,
+        "fsdp_bandwidth": fsdp_bandwidth,
+        "max_active": max_active,
+        "schedules": schedules,
+        "chunks": chunks,
+        "slices": slices,
+        "remat": remat,
+        "offload": offload,
+        "host_bandwidth": host_bandwidth,
+        "mesh": mesh,
+        "axis": axis,
+        "data_axes": data_axes,
+        "prices": read_prices(),
+    }
     wanted = requests(arguments)
     found = Search(wanted, most=most, within=within, progress=progress, traced=traced)
     return found.plans(search=search, seed=seed)
