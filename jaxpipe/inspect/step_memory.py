@@ -106,7 +106,8 @@ def memory(
         pools               the slots that the program has, each as large as a device's part of what
                             it holds
         host                what waits in the host's memory (`offload`); not in the total
-        gathered            whole parameters and accumulators where only parts are given and
+        gathered            whole parameters that blocks read, not those that are only cast once a
+                            step, and whole accumulators, where only parts are given and
                             returned (fsdp, outer, DualPipe's copies)
         hoisted             what is computed from parameters once a step
         accumulators        of single layers, whose gradients are stacked after the ticks; where
