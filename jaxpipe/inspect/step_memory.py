@@ -30,12 +30,12 @@ from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.emit import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
-from ..spmd.xla import compiled_alone, outer_specs
-from ..stage.code import RESIDUALS, run
+from ..spmd.xla import compiled_alone, hoisted_from, outer_specs
+from ..stage.code import RESIDUALS, StageCode, run
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
 from ..storage.plan import PART, LeafPlan, leaf_plans, trained
-from ..storage.table import stacks_of_layers
+from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .blocks import (
@@ -192,14 +192,15 @@ def _made_late(step: TracedStep, params: Mapping[str, PyTree]) -> tuple[int, int
     """Bytes of the gradients of stacks of which each layer has an accumulator of its own, and of
     all that are made after the ticks: those, and what is reduced to parts.
     """
-    setup, code, apart, late = step.setup, step.code, 0, 0
+    setup, apart, late = step.setup, 0, 0
     trees = [(params[key], setup.plans[key], set[int]()) for key in OUTER]
-    for v, chunk in enumerate(params["stages"]):
-        own = {s for of in setup.layout.placement.stages_of for s in of[v : v + 1]}
-        kinds = [(s, code.kinds[code.kind_of[s]]) for s in own]
-        held = (setup.layout.held(s, params["stages"]).places for s, _ in kinds)
-        places = [p for (_, kind), of in zip(kinds, held, strict=True) for p in kind.places(of)]
-        trees.append((chunk, setup.plans["stages"][v], {*stacks_of_layers(places)}))
+    places = defaultdict[int, list[Home]](list)
+    for v, _, own in _in_chunks(step, params["stages"]):
+        places[v] += own
+    trees += [
+        (chunk, setup.plans["stages"][v], {*stacks_of_layers(places[v])})
+        for v, chunk in enumerate(params["stages"])
+    ]
     for tree, plans, stacks in trees:
         for number, (leaf, plan) in enumerate(_planned(tree, plans)):
             size = 0 if plan.frozen else gradient_bytes(setup, leaf)
@@ -351,20 +352,28 @@ def _read_in_ticks(step: TracedStep, params: Mapping[str, PyTree]) -> dict[str |
     """By part of the model, or chunk: the arrays of parameters that blocks read, and not only what
     is hoisted from them.
     """
-    code, layout, stages = step.code, step.setup.layout, params["stages"]
+    code = step.code
     found = defaultdict[str | int, set[int]](set)
     for key, end in (("first", code.first), ("last", code.last)):
         own = len(jax.tree.leaves(params[key]))
         read = [] if end is None else [*compress(count(), end.read)]
         found[key] |= {n for n in read if n < own}
         found["shared"] |= {n - own for n in read if n >= own}
+    for chunk, kind, places in _in_chunks(step, params["stages"]):
+        found[chunk] |= {place.at for place in compress(places, kind.read)}
+        found["shared"] |= {*compress(count(), kind.read[len(places) :])}
+    return found
+
+
+def _in_chunks(
+    step: TracedStep, stages: Sequence[PyTree]
+) -> Iterator[tuple[int, StageCode, Places]]:
+    """Of each stage: its chunk, its code, and the places of its parameters."""
+    code, layout = step.code, step.setup.layout
     for chunk, held in enumerate(zip_longest(*layout.placement.stages_of)):
         for stage in {*held} - {None}:
             kind = code.kinds[code.kind_of[stage]]
-            places = kind.places(layout.held(stage, stages).places)
-            found[chunk] |= {place.at for place in compress(places, kind.read)}
-            found["shared"] |= {*compress(count(), kind.read[len(places) :])}
-    return found
+            yield chunk, kind, kind.places(layout.held(stage, stages).places)
 
 
 def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -> int:
@@ -374,9 +383,8 @@ def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -
     jaxpr = code.hoist
     if not jaxpr.outvars:
         return 0
-    splits = [*(PartitionSpec() for _ in code.consts), *specs]
-    group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
-    compiled = compiled_alone(step.setup, lambda values: run(jaxpr, *values), group)
+    inputs = hoisted_from(code, specs)
+    compiled = compiled_alone(step.setup, lambda values: run(jaxpr, *values), inputs)
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 

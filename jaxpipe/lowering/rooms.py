@@ -78,6 +78,7 @@ class Rooms:
                 yield 1 + int(when[before]) if before >= 0 else 0
 
 
+@lru_cache(maxsize=64)
 def with_rooms(schedule: Schedule, max_active: int | None) -> Schedule:
     """The table as a program gathers: without U, D and X where each stage is gathered once for the
     whole step.  Else each gradient is reduced at the end of a run, as its room is given away.

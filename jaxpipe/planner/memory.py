@@ -161,14 +161,14 @@ def layer_sizes(
         return total(outer, name) + sum(chunks(name)[:most])
 
     # Layers have accumulators of their own on GPUs, and parts where stages take turns.
-    accumulators = sum(chunks("gradient_bytes")) if on_gpus or max_active else 0.0
+    has_own = max_active is not None or (on_gpus and not replicas.fsdp)
+    accumulators = sum(chunks("gradient_bytes")) if has_own else 0.0
     late, gathered = accumulators, 0.0
     if replicas.fsdp:
         gathered = replicas.count * held("common_bytes", most=max_active)
         # Where stages take turns in the room for them, it has copies of all that they have.
         gathered += 0.0 if max_active is None else sum(chunks("local_bytes")[:max_active])
         late = held("gradient_bytes")
-        accumulators *= max_active is not None
     spread = spread_letters(layout.layers, costs)
     residuals = 0.0 if full else kept
     rows = max(total([costs[c] for c in letters], "rows") for letters in layout.stages)

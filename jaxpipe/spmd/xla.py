@@ -246,9 +246,14 @@ def hoisted_specs(
     """How the partitioner splits what is computed once a step from parameters with these splits."""
     if not setup.partition.auto_axes:
         return [_WHOLE for _ in code.hoist.outvars]
+    inputs = hoisted_from(code, specs)
+    return _output_specs(setup, lambda values: run(code.hoist, *values), inputs)
+
+
+def hoisted_from(code: StageCode, specs: Sequence[PartitionSpec]) -> SplitLeaves:
+    """What it is computed from."""
     splits = [*(_WHOLE for _ in code.consts), *specs]
-    group = list(zip([v.aval for v in code.hoist.invars], splits, strict=True))
-    return _output_specs(setup, lambda values: run(code.hoist, *values), group)
+    return list(zip([v.aval for v in code.hoist.invars], splits, strict=True))
 
 
 def param_specs(
