@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves, Params, PyTree, accumulator_dtype, is_key
 from ..jaxprs.entry import Alone, Destination, Entry, Slot, Total
 from ..jaxprs.slots import InSlots, run_in_slots
+from ..model.arguments import StepArguments
 from ..model.layers import with_outer
 from ..model.settings import automatic
 from ..pipeline import Pipeline
@@ -119,7 +120,7 @@ def traced(
     """
     with pipe._arguments(params, batch, rng, state) as arguments:
         setup = pipe._steps.prepare(Call.STEP, *arguments).setup
-    shapes = setup.shapes(with_outer(params), batch, rng, state, None)
+    shapes = setup.shapes(StepArguments(with_outer(params), batch, rng, state))
     setup = replace(setup, partition=replace(setup.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.
     code = trace(setup, shapes)

@@ -57,7 +57,7 @@ class SpmdExecutor:
     def prepare(self, setup: Setup, given: StepArguments) -> TracedStep:
         """Trace the model for these arguments, or for their shapes, and make the program."""
         setup = replace(setup, target=replace(setup.target, own_form=self.form))
-        shapes = setup.shapes(*given)
+        shapes = setup.shapes(given)
         code = trace(setup, shapes)
         if (
             setup.mesh.size > 1

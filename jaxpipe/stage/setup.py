@@ -128,7 +128,7 @@ class Setup:
         results = {key: NamedSharding(self.mesh, spec) for key, spec in self.result_specs.items()}
         return results, self.partition.shardings(self.plans) if self.training else {}
 
-    def shapes(self, *arguments: PyTree) -> Inputs:
+    def shapes(self, given: StepArguments) -> Inputs:
         """The shapes that a device starts from, for arguments of a step, or their shapes."""
 
         def own(leaf: Leaf, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -136,7 +136,6 @@ class Setup:
             split = NamedSharding(self.mesh, spec)
             return whole.update(shape=split.shard_shape(whole.shape))
 
-        given = StepArguments(*arguments)
         specs = jax.tree.broadcast(self.argument_specs(given.batch), given)
         local = jax.tree.map(own, given, specs)
         found = self.on_device(lambda: jax.eval_shape(self.load, local))

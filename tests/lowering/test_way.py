@@ -101,7 +101,7 @@ def test_trace_lower_and_emit_are_steps_of_their_own() -> None:
     pipe, params, batch = piped(calls, "zbv")
     traced = pipe.trace(params, batch)
     setup, arguments = traced.setup, StepArguments(params | {"shared": {}}, batch)
-    code = trace(setup, setup.shapes(*arguments))
+    code = trace(setup, setup.shapes(arguments))
     assert calls == {"first": 2, "stage": 2, "last": 2}
     assert [str(kind.backward) for kind in code.kinds] == [
         str(kind.backward) for kind in traced.code.kinds
