@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from itertools import product
 from statistics import fmean
@@ -26,9 +25,10 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from benchmarks import moe
+from benchmarks.gpu_programs import Remat, _layer_policy
 from benchmarks.llama import TENSOR
 from benchmarks.machine import describe
-from benchmarks.moe import CASES, Attention, Remat
 from benchmarks.output import Command, Result, Row, told
 from jaxpipe.inspect.hlo import Computation, Instruction, Module, kind_of, walk
 from jaxpipe.inspect.programs import compile_and_read
@@ -180,26 +180,18 @@ def pretend_cudnn() -> None:
     cudnn.check_compute_capability = lambda _: True
 
 
-class Kept(Enum):
-    """What the backward of a layer finds, and what it computes again."""
-
-    ALL = "-"
-    MATMULS = "dots"  # the results of matmuls
-    INPUT = "layer"  # the layer's input alone
-
-
 @dataclass(frozen=True)
 class Variant:
     """A model, a mesh and options of a program."""
 
     text: str = ""
-    kept: Kept = Kept.ALL
+    remat: Remat = Remat.NOTHING  # of each layer
     memory: jp.Memory = field(default_factory=jp.Memory)
     tensor: int = 1  # devices that share a layer
     options: Mapping[str, Any] = field(default_factory=dict)  # of XLA
 
     def layer(self, x: Any, row: Any) -> tuple[Any, None]:
-        """A layer that keeps what this says."""
+        """A layer, of which the backward computes again what this says."""
         attention = fused
         if self.tensor > 1:  # the partitioner cannot split the kernel
             heads = PartitionSpec(None, None, TENSOR, None)
@@ -207,11 +199,10 @@ class Variant:
                 fused, in_specs=heads, out_specs=heads, axis_names={TENSOR}, check_vma=False
             )
         own = partial(layer, attention=attention)
-        if self.kept is Kept.ALL:
+        policy = _layer_policy(self.remat)
+        if policy is False:
             return own(x, row)
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = dots if self.kept is Kept.MATMULS else None
-        return jax.checkpoint(own, policy=policy)(x, row)
+        return jax.checkpoint(own, policy=None if policy is True else policy)(x, row)
 
     def stage(self, stack: Any, x: Any) -> Any:
         """Layers in a scan."""
@@ -238,8 +229,8 @@ class Variant:
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 VARIANTS = (
-    Variant("layers keep matmuls", kept=Kept.MATMULS),
-    Variant("layers keep their input", kept=Kept.INPUT),
+    Variant("layers keep matmuls", remat=Remat.DOTS),
+    Variant("layers keep their input", remat=Remat.LAYER),
     Variant("stages keep their input", memory=jp.Memory(remat="full")),
     Variant("offload", memory=jp.Memory(offload="residuals")),
     Variant("tensor 2", tensor=2),
@@ -306,8 +297,8 @@ def line(name: str, way: Written, layers: int, variant: Variant = Variant()) -> 
 def experts(name: str, way: Written) -> Row:
     """The program of a mixture of experts, whose devices have their own experts, in a form."""
     own = ("Ettt", "ttt", *["tttt"] * 5, "L")  # all but the last of 4 layers at most
-    case = replace(CASES["67b"], schedule=name, layout="|".join(own), remat=Remat.NONE)
-    case = replace(case, microbatches=MICROBATCHES, attention=Attention.CUDNN)
+    case = replace(moe.CASES["67b"], schedule=name, layout="|".join(own), remat=moe.Remat.NONE)
+    case = replace(case, microbatches=MICROBATCHES, attention=moe.Attention.CUDNN)
     pipe, params, batch = case.arguments(gpu_mesh, SpmdExecutor(form=way.form))
     return counted(pipe.lower(params, batch), (name, "67B-A2B, expert 8", way.text), 1, {})
 
