@@ -18,9 +18,12 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -31,9 +34,9 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import LargeMove, Move, large_moves
 from benchmarks.output import Command, Result
-from jaxpipe.inspect.hlo import steady
+from jaxpipe.inspect.hlo import kind_of, steady
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits
-from jaxpipe.inspect.step_report import host_waits
+from jaxpipe.inspect.step_report import actions_of, host_waits
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB = 2**30
@@ -136,7 +139,7 @@ NOTES = (
     "instructions, and MiB if each is run once.",
     "in blocks: the same of other arrays, which are a block's own.  slices: what is read apart "
     "from a pool or stack before its reader.",
-    "GiB moved: all but slices, a step, where every predicate around them is taken every time.",
+    "GiB moved: all but slices, a step of a device; of a block's code for each slot one runs.",
     "permutes: of the loop of most trips, those with a matmul (or 16 MiB of elementwise work) "
     "issued between start and done / all;",
     "collectives: the same of all others, anywhere.",
@@ -171,12 +174,35 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         str(on_host),
         waits,
         *map(_group, groups),
-        f"{sum(each.nbytes_a_step for each in made) / GIB:.2f}",
+        f"{bytes_moved(program, schedule, made) / GIB:.2f}",
         *(f"{sum(each.overlapped for each in those)}/{len(those)}" for those in (permutes, others)),
         f"{program.memory.temp_size_in_bytes / GIB:.2f}",
         f"{program.total_bytes / GIB:.2f}",
         f"{seconds:.0f}",
     )
+
+
+def bytes_moved(program: GpuProgram, schedule: jp.Schedule, moves: Sequence[LargeMove]) -> float:
+    """Bytes a step of the device with most actions of each kind.
+
+    The predicates of a kind share its actions.  Slots that are arrays of their own have a copy of
+    the block's code each, under predicates inside of the block's: one of these is taken.
+    """
+    runs, asked, inside = reduce(or_, actions_of(schedule)), Counter[str | None](), Counter[str]()
+    for each in program.predicates:
+        guards = [frame.instruction for frame in each.place.frames if frame.trips is None]
+        asked[each.kind] += 0 if guards else each.place.trips
+        inside[guards[0].name if len(guards) == 1 else ""] += 1
+
+    def share(move: LargeMove) -> float:
+        guards = [frame.instruction for frame in move.place.frames if frame.trips is None]
+        kind = kind_of(guards[0]) if guards else None
+        if kind is None:
+            return 1.0
+        copies = inside[guards[0].name] if len(guards) > 1 else 1
+        return min(1.0, runs[kind] / asked[kind]) / copies
+
+    return sum(share(each) * each.nbytes_a_step for each in moves)
 
 
 KINDS = ((Move.COPY,), (Move.TRANSPOSE,), (Move.FILL,), (Move.PAD, Move.CONCATENATE, Move.REWRITE))

@@ -287,10 +287,14 @@ def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, An
 
 def host_waits(program: programs.GpuProgram, schedule: Schedule) -> float:
     """The most waits of a device's host in a step; an overlapped pair is two actions."""
-    rows = [Counter(a.kind.name for cell in row for a in parts(cell)) for row in schedule.rows]
-    of_kind = dict(reduce(or_, rows))  # the most of each kind
+    rows = actions_of(schedule)
     most = max(row.total() for row in rows)
-    return programs.most_waits(program.predicates, most, by_kind=of_kind)
+    return programs.most_waits(program.predicates, most, by_kind=reduce(or_, rows))
+
+
+def actions_of(schedule: Schedule) -> list[Counter[str]]:
+    """How many actions of each kind each device runs in a step."""
+    return [Counter(a.kind.name for cell in row for a in parts(cell)) for row in schedule.rows]
 
 
 # Several outputs, but no work that could be W's.
