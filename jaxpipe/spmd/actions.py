@@ -20,7 +20,7 @@ from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs.entry import Destination, Slot
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import NOBODY, Record
-from ..program.segments import NESTED, BlockUse, Presence
+from ..program.segments import NESTED, BlockUse
 from ..stage.code import INPUTS, RESIDUALS, Signature, signature
 from ..table.effects import TOGETHER, Access, By, Effect, Place, by_function
 from .block import (
@@ -32,6 +32,7 @@ from .block import (
     empty,
     held_back,
     of_chunk,
+    run_one_of,
     run_where,
     without_weak_types,
     write,
@@ -244,12 +245,12 @@ class DeviceAction:
             left = {key: without_weak_types(found[place]) for place, key in others.items()}
             return action._stored(inside, found, state) | left
 
+        blocks = {}
         for slot in self.slots:
             action = copy(self)
             action.slots = (slot,)
-            block = action._block(inside, partial(run, action), others.values())
-            presence = Presence.SOMETIMES if len(self.slots) > 1 else Presence.ALWAYS
-            state = run_where(presence, self.row.residual_weight == slot, block, state)
+            blocks[slot] = action._block(inside, partial(run, action), others.values())
+        state = run_one_of(self.row.residual_weight, blocks, state)
         found = {place: state[key] for place, key in others.items()}
         rest = {key: leaves for key, leaves in state.items() if key.number != _RESULT}
         return self._after([e for e in effects if e not in inside], found, rest)

@@ -6,8 +6,11 @@ A predicate is a loop of at most one trip.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
+from itertools import batched
 from typing import Any, NamedTuple, Never, TypeAlias, TypeVar
 
 import jax
@@ -198,6 +201,28 @@ def run_where(
     start = jnp.logical_not(state[TOKEN]) if ordered else None
     token, part = _run(presence, predicate, start, block, state)
     return state | part | ({TOKEN: token} if ordered else {})
+
+
+def run_one_of(number: Scalar, blocks: Mapping[int, BlockCode], state: State) -> State:
+    """Run the block of this number, which is one of theirs.
+
+    A false predicate takes as long as a true one.  So where there are many, groups of blocks are
+    under predicates too: of 16 blocks 8 predicates are evaluated.
+    """
+    numbers = sorted(blocks)
+    size = math.isqrt(len(numbers) - 1) + 1 if len(numbers) > _FEW else 1
+    for own in batched(numbers, size):
+        block = blocks[own[0]]
+        if size > 1:
+            inside = {each: blocks[each] for each in own}
+            block = BlockCode.of_all([*inside.values()], partial(run_one_of, number, inside))
+        presence = Presence.SOMETIMES if len(numbers) > 1 else Presence.ALWAYS
+        flag = jnp.logical_and(own[0] <= number, number <= own[-1])
+        state = run_where(presence, flag, block, state)
+    return state
+
+
+_FEW = 5  # predicates, of which groups save none
 
 
 def _run(
