@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 
 from jaxpipe.lowering.target import GPU_FORM
 from jaxpipe.spmd import pools
 from jaxpipe.spmd.emit import SpmdExecutor
 
+# Slots of any size are apart.
+APART = replace(GPU_FORM, slot_bytes=0)
+
 
 def gpu_form() -> SpmdExecutor:
     """The executor of that form; from now on no pool that begins unfilled has zeros."""
     pools.unfilled = poisoned
-    return SpmdExecutor(form=GPU_FORM)
+    return SpmdExecutor(form=APART)
 
 
 def poisoned(shape, dtype):

@@ -219,6 +219,7 @@ class Form:
         slots: of so many slots of residuals at most, each is a buffer of its own, and the code of
             an action is there once for each slot that it uses. 0: slots are rows of one buffer,
             whose numbers are data, and XLA copies what a matmul reads or writes.
+        slot_bytes: slots of fewer bytes are rows: copies take no longer than predicates.
         filled: pools begin with zeros.
         beside: parameters are gathered, and gradients reduced, under one predicate with a block
             that does not need them, beside its compute; there is code of the block with them too.
@@ -228,12 +229,23 @@ class Form:
     products: bool = False
     functions: bool = False
     slots: int = 0
+    slot_bytes: int = 0
     filled: bool = True
     beside: bool = False
 
 
-# On GPUs the time to compile bounds the numbers of layers and slots.
-GPU_FORM = Form(layers=16, products=True, functions=True, slots=24, filled=False, beside=True)
+# On GPUs the time to compile bounds the numbers of layers and slots.  A block in slots of their own
+# evaluates some 8 more predicates, of 15 us each on an H100, and so does its backward.  As a row a
+# byte is moved 2.4 times (Llama 3 8B, 1F1B), at 2.5 TB/s.
+GPU_FORM = Form(
+    layers=16,
+    products=True,
+    functions=True,
+    slots=24,
+    slot_bytes=2**28,
+    filled=False,
+    beside=True,
+)
 # TPUs keep scans: of a small 1F1B on described v5p (240.6 M cycles, 1.20 GiB) layers apart take 2 %
 # fewer cycles, 19 % more memory and 1.5 times the time to compile; functions that are computed
 # again take 4 % more cycles and 0.76 GiB.  Where layers are computed again anyway (8B, 4 a stage)

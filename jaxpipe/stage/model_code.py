@@ -26,6 +26,7 @@ from ..jaxprs.equations import (
     by_leaves,
     collectives,
     every_equation,
+    nbytes,
     reads,
     traced_once,
     uses_of_axes,
@@ -38,8 +39,8 @@ from ..program.ir import Program
 from ..program.verify import verify
 from ..storage.plan import LeafPlan, leaf_plans
 from ..storage.table import Home, Places
-from ..table.effects import By, Offload, Place, longest
-from ..table.kinds import KINDS
+from ..table.effects import TOGETHER, By, Offload, Place, longest
+from ..table.kinds import KINDS, Kind
 from ..table.schedule import Schedule, named
 from .code import RESIDUALS, ParamUse, StageCode, cut_last, inexact
 from .counts import check_count
@@ -266,9 +267,8 @@ def lower(setup: Setup, code: ModelCode) -> Program:
     """The program of the step, verified; a warning where an offload moves nothing."""
     offloads = setup.training and any(kind.offloads for kind in code.kinds)
     plan = replace(setup.plan, offload=Offload.RESIDUALS) if offloads else setup.plan
-    # Blocks that communicate are in no CUDA graph, where a predicate costs more.
-    most = 0 if setup.target.communicates else setup.form.slots
-    program = verify(plan.program(longest([kind.liveness for kind in code.kinds]), most=most))
+    live, most = longest([kind.liveness for kind in code.kinds]), _slots_apart(setup, code)
+    program = verify(plan.program(live, most=most))
     if setup.training and plan.offload is not Offload.NOTHING and not program.slots.host:
         schedule = setup.schedule
         warnings.warn(
@@ -278,6 +278,22 @@ def lower(setup: Setup, code: ModelCode) -> Program:
             stacklevel=3,
         )
     return program
+
+
+def _slots_apart(setup: Setup, code: ModelCode) -> int:
+    """How many slots at most may be buffers of their own: none where predicates between slots cost
+    more than copies of rows.
+
+    The host decides on predicates of blocks that are in no CUDA graph: they communicate, or have
+    scans, whose rows XLA copies from places that the host knows.
+    """
+    held = TOGETHER if Kind.W in setup.schedule.encoded.kinds else RESIDUALS
+    kept = (sum(nbytes(aval) for p in held for aval in kind.avals[p]) for kind in code.kinds)
+    small = max(kept) < setup.form.slot_bytes
+    loops = any(
+        eqn.primitive.name == "scan" for kind in code.kinds for eqn in every_equation(kind.forward)
+    )
+    return 0 if small or loops or setup.target.communicates else setup.form.slots
 
 
 def uses_of(

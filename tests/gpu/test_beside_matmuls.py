@@ -16,6 +16,7 @@ from jaxpipe.inspect.hlo import walk
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read
 from jaxpipe.lowering.target import GPU_FORM, Form
 from jaxpipe.spmd.emit import SpmdExecutor
+from tests.forms import APART
 from tests.gpu.programs import gpu_marks, gpu_mesh
 from tests.tiers import slow
 
@@ -57,14 +58,14 @@ def program(name: str, form: Form | None) -> GpuProgram:
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zb_h1"), slow("zbv")])
 def test_memory_is_predicted(name: str) -> None:
-    found = program(name, None).memory
+    found = program(name, APART).memory
     own = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    assert jp.inspect.memory(*built(name, None))["total"] == pytest.approx(own, rel=0.05)
+    assert jp.inspect.memory(*built(name, APART))["total"] == pytest.approx(own, rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "share"), [("1f1b", 0.4), slow("zb_h1", 0.4), slow("zbv", 0.45)])
 def test_more_than_half_of_the_bytes_is_not_moved(name: str, share: float) -> None:
-    apart, rows = (program(name, form) for form in (None, Form()))
+    apart, rows = (program(name, form) for form in (APART, Form()))
     found, before = (of_a_microbatch(each.module, 1) for each in (apart, rows))
     assert found.keys() == before.keys()
     # Of 1F1B 0.27 is left for Llama's layers, of ZB-H1 and ZB-V 0.29; here of ZB-V 0.43.
@@ -74,7 +75,7 @@ def test_more_than_half_of_the_bytes_is_not_moved(name: str, share: float) -> No
 @pytest.mark.parametrize("name", ["1f1b", slow("zb_h1")])
 def test_weight_gradients_are_added_inside_their_matmuls(name: str) -> None:
     """No kernel but a matmul makes an array of an accumulator's shape in the loop."""
-    found = program(name, None)
+    found = program(name, APART)
     sizes = {4 * WIDTH * HIDDEN}
     kernels = [
         each

@@ -17,7 +17,9 @@ from jaxpipe.doctor.steps import GPU_FLOPS
 from jaxpipe.inspect.hlo import Collective, issued, kind_of
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read
 from jaxpipe.program.ir import NOBODY
+from jaxpipe.spmd.emit import SpmdExecutor
 from jaxpipe.transforms import Reduce
+from tests.forms import APART
 from tests.gpu.programs import gpu_marks, gpu_mesh
 
 pytestmark = gpu_marks()
@@ -45,7 +47,10 @@ def pipeline(max_active: int | None) -> jp.Pipeline:
     schedule = jp.add_gathers(plain, max_active=max_active, reduce=Reduce.EACH_RUN)
     mesh = gpu_mesh((DEVICES, SHARDS), ("pipe", "data"))
     sharding = jp.Sharding(data="data", fsdp="data")
-    return jp.Pipeline(jp.Model(stage, last=last), schedule, mesh, sharding=sharding)
+    executor = SpmdExecutor(form=APART)  # as for larger slots
+    return jp.Pipeline(
+        jp.Model(stage, last=last), schedule, mesh, sharding=sharding, executor=executor
+    )
 
 
 @cache

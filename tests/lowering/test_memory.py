@@ -2,6 +2,7 @@
 of it.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,7 +13,9 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.target import GPU_FORM
 from jaxpipe.lowering.ticks import assign_ticks
+from jaxpipe.spmd.emit import SpmdExecutor
 from jaxpipe.table.effects import LastUse, Liveness
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
@@ -263,3 +266,30 @@ def test_the_state_and_a_batch_that_is_cut_into_slices_are_predicted(rows, data)
     report = jp.inspect.report(pipe, params, batch, state=state)
     needs = sum(report[f"{part}_bytes"] for part in ("argument", "output", "temp"))
     assert report["predicted"]["total"] == pytest.approx(needs, rel=0.03)
+
+
+def in_a_scan(params, x):
+    """The same layers, row by row."""
+    return jax.lax.map(lambda row: stage(params, row), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "activations", "apart"),
+    [
+        (stage, "1f1b", LAYERS, True),
+        (stage, "1f1b", LAYERS + 1, False),
+        (stage, "zb_h1", LAYERS + 1, True),  # I leaves cotangents for W
+        (in_a_scan, "1f1b", 0, False),
+    ],
+)
+def test_slots_are_apart_where_copies_take_longer_than_predicates(
+    function, name, activations, apart
+):
+    form = replace(GPU_FORM, slot_bytes=activations * ACTIVATION)
+    schedule = jp.schedules.build(name, devices=2, microbatches=4)
+    model, executor = jp.Model(function, last=last), SpmdExecutor(form=form)
+    pipe = jp.Pipeline(model, schedule, mesh_of(2), executor=executor)
+    shape = jax.ShapeDtypeStruct((2, LAYERS, WIDTH, WIDTH), jnp.float32)
+    rows = jax.ShapeDtypeStruct((4 * ROWS, WIDTH), jnp.float32)
+    params = pipe.place({"stages": {"w": shape}, "last": {}})
+    assert pipe.trace(params, {"x": rows, "y": rows}).program.together is apart
