@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,7 +30,7 @@ from benchmarks import moe
 from benchmarks.gpu_programs import Remat, _layer_policy
 from benchmarks.llama import TENSOR
 from benchmarks.machine import describe
-from benchmarks.output import Command, Result, Row, told
+from benchmarks.output import Command, Result, Row, told, write_all
 from jaxpipe.inspect.hlo import Computation, Instruction, Module, kind_of, walk
 from jaxpipe.inspect.programs import compile_and_read
 from jaxpipe.lowering.target import GPU_FORM, Form
@@ -263,8 +264,10 @@ WAYS = (
 )
 
 
-def line(name: str, way: Written, layers: int, variant: Variant = Variant()) -> Row:
-    """A schedule's program in a form."""
+def built(
+    name: str, way: Written, layers: int, variant: Variant = Variant()
+) -> tuple[jp.Pipeline, Any, Any]:
+    """The pipeline of a schedule in a form, its parameters and a batch, as shapes."""
     schedule = jp.schedules.build(name, devices=DEVICES, microbatches=MICROBATCHES)
     used = 2 if variant.tensor > 1 else 1
     mesh = gpu_mesh((DEVICES, variant.tensor)[:used], ("pipe", TENSOR)[:used])
@@ -290,8 +293,34 @@ def line(name: str, way: Written, layers: int, variant: Variant = Variant()) -> 
     }
     everywhere = NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((MICROBATCHES, TIME), jnp.int32, sharding=everywhere)
-    lowered = pipe.lower(pipe.place(params), {"tokens": row, "targets": row})
-    return counted(lowered, (name, variant.text, way.text), stages // DEVICES, variant.options)
+    return pipe, pipe.place(params), {"tokens": row, "targets": row}
+
+
+def line(name: str, way: Written, layers: int, variant: Variant = Variant()) -> Row:
+    """A schedule's program in a form."""
+    pipe, params, batch = built(name, way, layers, variant)
+    chunks = pipe.schedule.num_stages // DEVICES
+    names = name, variant.text, way.text
+    return counted(pipe.lower(params, batch), names, chunks, variant.options)
+
+
+def trained(name: str, way: Written, layers: int) -> Row:
+    """The memory of a training step, which returns parameters and moments in their place."""
+    pipe, params, batch = built(name, way, layers)
+    optimizer = optax.adam(1e-4)
+
+    def step(params: Any, moments: Any, batch: Any) -> tuple[Any, Any]:
+        _, grads = pipe.value_and_grad(params, batch)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    lowered = pipe.jit(step, donate_argnums=(0, 1)).lower(
+        params, pipe.init(optimizer, params), batch
+    )
+    program = compile_and_read(lowered)
+    temp = program.memory.temp_size_in_bytes / GIB
+    jax.clear_caches()
+    return name, way.text, f"{temp:.1f}", f"{program.total_bytes / GIB:.1f}"
 
 
 def experts(name: str, way: Written) -> Row:
@@ -334,7 +363,7 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu_compiler(parser)
     pretend_cudnn()
-    both = WAYS[:2]
+    machine, both = describe(), WAYS[:2]
     rows = told(line(name, way, args.layers) for name, way in product(args.schedules, WAYS))
     rows += told(
         line(name, way, args.layers, variant)
@@ -346,9 +375,16 @@ def main() -> None:
         f"GiB that kernels move beside matmuls and attention, {sizes}, {DEVICES} described H100s"
     )
     columns = "schedule  with  form  F  B  I  W  a microbatch  temp GiB  on host  CPU s to compile"
-    Result(title, describe(), columns, rows, NOTES).write(args.output)
+    bytes_moved = Result(title, machine, columns, rows, NOTES)
+    steps = told(trained(name, way, args.layers) for name, way in product(args.schedules, WAYS))
+    whole = Result(TRAINED, machine, "schedule  form  temp GiB  total GiB", steps, TRAINED_NOTES)
+    write_all([bytes_moved, whole], args.output)
 
 
+TRAINED = "Memory of a whole training step of the same model with Adam in float32"
+TRAINED_NOTES = (
+    "Parameters and moments are donated.  Temp has the gradients, total also what is donated.",
+)
 NOTES = (
     "A microbatch: the sum over kinds of actions, for all stages of a device, without the ends.",
     "Scans and rows: layers in a scan, slots are rows of one buffer, functions are kept.",
