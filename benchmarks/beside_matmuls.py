@@ -229,9 +229,10 @@ class Variant:
 
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+KEEP_INPUT = Variant("layers keep their input", remat=Remat.LAYER)
 VARIANTS = (
     Variant("layers keep matmuls", remat=Remat.DOTS),
-    Variant("layers keep their input", remat=Remat.LAYER),
+    KEEP_INPUT,
     Variant("stages keep their input", memory=jp.Memory(remat="full")),
     Variant("offload", memory=jp.Memory(offload="residuals")),
     Variant("tensor 2", tensor=2),
@@ -304,9 +305,9 @@ def line(name: str, way: Written, layers: int, variant: Variant = Variant()) -> 
     return counted(pipe.lower(params, batch), names, chunks, variant.options)
 
 
-def trained(name: str, way: Written, layers: int) -> Row:
+def trained(name: str, way: Written, layers: int, variant: Variant = Variant()) -> Row:
     """The memory of a training step, which returns parameters and moments in their place."""
-    pipe, params, batch = built(name, way, layers)
+    pipe, params, batch = built(name, way, layers, variant)
     optimizer = optax.adam(1e-4)
 
     def step(params: Any, moments: Any, batch: Any) -> tuple[Any, Any]:
@@ -320,7 +321,7 @@ def trained(name: str, way: Written, layers: int) -> Row:
     program = compile_and_read(lowered)
     temp = program.memory.temp_size_in_bytes / GIB
     jax.clear_caches()
-    return name, way.text, f"{temp:.1f}", f"{program.total_bytes / GIB:.1f}"
+    return name, variant.text, way.text, f"{temp:.1f}", f"{program.total_bytes / GIB:.1f}"
 
 
 def experts(name: str, way: Written) -> Row:
@@ -377,7 +378,12 @@ def main() -> None:
     columns = "schedule  with  form  F  B  I  W  a microbatch  temp GiB  on host  CPU s to compile"
     bytes_moved = Result(title, machine, columns, rows, NOTES)
     steps = told(trained(name, way, args.layers) for name, way in product(args.schedules, WAYS))
-    whole = Result(TRAINED, machine, "schedule  form  temp GiB  total GiB", steps, TRAINED_NOTES)
+    steps += told(
+        trained(name, way, args.layers, KEEP_INPUT) for name, way in product(args.varied, WAYS)
+    )
+    whole = Result(
+        TRAINED, machine, "schedule  with  form  temp GiB  total GiB", steps, TRAINED_NOTES
+    )
     write_all([bytes_moved, whole], args.output)
 
 
