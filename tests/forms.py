@@ -14,10 +14,13 @@ from jaxpipe.spmd.emit import SpmdExecutor
 APART = replace(GPU_FORM, slot_bytes=0)
 
 
-def gpu_form() -> SpmdExecutor:
-    """The executor of that form; from now on no pool that begins unfilled has zeros."""
+def gpu_form(*, apart: bool = True) -> SpmdExecutor:
+    """The executor of that form; from now on no pool that begins unfilled has zeros.
+
+    Small slots are rows, if they are not `apart`.
+    """
     pools.unfilled = poisoned
-    return SpmdExecutor(form=APART)
+    return SpmdExecutor(form=APART if apart else GPU_FORM)
 
 
 def poisoned(shape, dtype):

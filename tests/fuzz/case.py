@@ -96,6 +96,7 @@ class Case:
     costs: bool = False
     eager: bool = False
     gpu_form: bool = False  # the blocks that GPUs run
+    apart: bool = True  # with slots that are no rows
     calls: tuple[str, ...] = ("step",)
 
     def __str__(self) -> str:
@@ -291,6 +292,7 @@ def _drawing(rng: np.random.Generator, case: Case) -> Case:
     if "step" in case.calls and _is_plain(case) and rng.random() < 0.4:
         changed["calls"] = (*case.calls, "plain")
     changed["gpu_form"] = not case.eager and rng.random() < 0.4
+    changed["apart"] = not changed["gpu_form"] or rng.random() < 0.5
     return replace(case, **changed)
 
 

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
+from jaxpipe.spmd.emit import SpmdExecutor
 from tests.flat import flat_pipeline
 from tests.forms import gpu_form
 from tests.keys import key_of
@@ -133,11 +134,15 @@ class Trial:
             costs=jp.Costs(forward=1e-3, input_grad=2e-3, weight_grad=1e-3, unit="seconds, made up")
             if c.costs
             else None,
-            executor=EagerExecutor() if c.eager else gpu_form() if c.gpu_form else None,
+            executor=EagerExecutor() if c.eager else self._form,
             time=self.model.timed if c.slices > 1 else (),
             whole=WHOLE if c.whole else (),
             carry=self.model.carry if "carried" in c.every_op else None,
         )
+
+    @property
+    def _form(self) -> SpmdExecutor | None:
+        return gpu_form(apart=self.case.apart) if self.case.gpu_form else None
 
     def _mesh(self) -> Mesh:
         sizes = dict(self.case.mesh)

@@ -72,7 +72,7 @@ def check(model: jp.Model, schedule: jp.Schedule, stages: Any, mesh: Any = None,
     batch = {"x": draw((rows, WIDTH)), "t": draw((rows, 3))}
     params = {"stages": stages, "last": draw((WIDTH, 3))}
     mesh = mesh_of(schedule.num_devices) if mesh is None else mesh
-    pipe = jp.Pipeline(model, schedule, mesh, executor=gpu_form(), **options)
+    pipe = jp.Pipeline(model, schedule, mesh, **{"executor": gpu_form(), **options})
     loss, grads = pipe.value_and_grad(pipe.place(params), batch)
     want, expected = jax.jit(jax.value_and_grad(model.loss))(params, batch)
     np.testing.assert_allclose(loss, want, rtol=FLOAT64)
@@ -115,7 +115,7 @@ def test_layers_by_letters_of_unlike_stages(table, layout):
 
 
 @pytest.mark.parametrize("table", [by_actions("1f1b"), by_actions("zb_h1")])
-@pytest.mark.parametrize("how", ["tensor", "fsdp", "full", "dots", "offload"])
+@pytest.mark.parametrize("how", ["tensor", "fsdp", "full", "dots", "offload", "rows"])
 def test_layers_with_other_settings(table, how):
     # Residuals wait for long only in GPipe.
     name = "gpipe" if how == "offload" else table
@@ -134,5 +134,6 @@ def test_layers_with_other_settings(table, how):
         "full": lambda: {"memory": jp.Memory(remat="full")},
         "dots": lambda: {"memory": jp.Memory(remat=dots)},
         "offload": lambda: {"memory": jp.Memory(offload="residuals")},
+        "rows": lambda: {"executor": gpu_form(apart=False)},
     }[how]()
     check(jp.Model(scanned, last=last), schedule, stacks(2, 3), **options)
