@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..arrays import Params, PyTree, described, in_rows, summable
+from ..arrays import ByPart, Leaf, Leaves, Params, PyTree, described, in_rows, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.calls import UserFunction
+from ..model.functions import Extra
 from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
 from ..model.replaced import Replaced
-from ..model.settings import is_spec
-from .units import Unit, UnitCall
+from ..model.settings import SpecEntry, is_spec, names_of
+from .units import Unit, UnitCall, Vars
 
 
 def tree_at(tree: PyTree, key: str) -> PyTree:
@@ -31,11 +32,11 @@ def tree_at(tree: PyTree, key: str) -> PyTree:
 def _run(
     unit: Unit,
     shared: Unit | None,
-    params: PyTree,
-    state: PyTree,
+    params: Vars,
+    state: Vars,
     arguments: tuple[PyTree, ...],
-    offered: Mapping[str, Any],
-) -> tuple[Any, PyTree]:
+    offered: Extra,
+) -> tuple[PyTree, Vars]:
     """Run the unit, whose key is that of the context.  The user's function gets shared parameters
     as modules.
     """
@@ -50,7 +51,7 @@ def _run(
 def _function(unit: Unit, name: str, shared: Unit | None) -> UserFunction:
     """`first`, `last` or a layer: its variables that are no parameters are constants."""
 
-    def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
+    def function(params: Vars, *arguments: PyTree, **offered: object) -> PyTree:
         return _run(unit, shared, params, unit.state, arguments, offered)[0]
 
     return _with_keywords(function, ("params", *unit.takes[1:]), unit.keywords, name)
@@ -68,11 +69,11 @@ def _stage_function(
     in order.  A block's key is the same however blocks are put into stages.
     """
 
-    def stage(params: PyTree, x: PyTree, **offered: Any) -> Any:
+    def stage(params: Vars, x: PyTree, **offered: PyTree) -> PyTree:
         ctx = offered.get("ctx")
         start = 0 if ctx is None else ctx.stage * groups
 
-        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
+        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Leaves, Vars]]:
             index, own, state = row
             losses, after = [], {}
             for i, (key, unit) in enumerate(units.items()):
@@ -90,7 +91,7 @@ def _stage_function(
 
         rows = (jnp.arange(groups), params, offered["state"] if stateful else {})
         x, (losses, state) = jax.lax.scan(group, x, rows)
-        more = [sum(map(jnp.sum, losses))] if stage_loss else []
+        more: Leaves = [sum(map(jnp.sum, losses))] if stage_loss else []
         more += [state] if stateful else []
         return (x, *more) if more else x
 
@@ -131,10 +132,10 @@ class BlockSettings:
 
     num_stages: int | None
     layout: Layout | str | None
-    rules: Mapping[str, Any] | None
+    rules: Mapping[str, SpecEntry]
     stage_loss: bool
     ignore: Sequence[str]
-    contract: Mapping[str, Any]
+    contract: Mapping[str, object]
 
     def __post_init__(self) -> None:
         if (self.layout is None) == (self.num_stages is None):
@@ -159,15 +160,15 @@ class FlaxModel:
 
     model: Model
     params: Params
-    state: PyTree
-    specs: dict[str, PyTree] | None
+    state: Vars
+    specs: ByPart | None
     layout: Layout | str | None
     _ends: dict[str, Unit]  # first, last and shared
     _blocks: tuple[Unit, ...]
     _places: tuple[tuple[str, int], ...]  # of each block: the key of its tree, and its row
     _stack: bool  # the only unit of blocks has variables of all of them
 
-    def _by_block(self, *trees: PyTree) -> list[tuple[PyTree, ...]]:
+    def _by_block(self, *trees: Vars) -> list[tuple[Vars, ...]]:
         """Trees like the stages', canonical, for each block; for all at once where they are
         stacked.
         """
@@ -207,19 +208,19 @@ def adapt(
     members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
     units, stages = {key: blocks[own[0]] for key, own in members.items()}, form.num_stages
 
-    def joined(*leaves: Any) -> Any:
+    def joined(*leaves: jax.Array) -> jax.Array:
         rows = leaves[0] if stack else jnp.stack(leaves)
         if stages is None:
             return rows
         return rows.reshape(stages, len(rows) // stages, *rows.shape[1:])
 
-    def joined_or_shapes(*leaves: Any) -> Any:
+    def joined_or_shapes(*leaves: Any) -> Leaf:
         abstract = isinstance(leaves[0], jax.ShapeDtypeStruct)
         return jax.eval_shape(joined, *leaves) if abstract else joined(*leaves)
 
-    def tree(trees: Sequence[PyTree]) -> PyTree:
+    def tree(trees: Sequence[Vars]) -> Vars:
         """Trees of blocks -> a tree like the stages', canonical."""
-        found = {
+        found: dict[str, Vars] = {
             key: jax.tree.map(joined_or_shapes, *(trees[i] for i in own[: len(trees)]))
             for key, own in members.items()
         }
@@ -252,7 +253,7 @@ def _model(
     units: Mapping[str, Unit],
     keys: Sequence[str],
     ends: Mapping[str, Unit],
-    state: PyTree,
+    state: Vars,
     form: BlockSettings,
 ) -> Model:
     """The functions of blocks and ends, and their loss contract."""
@@ -267,13 +268,11 @@ def _model(
     own = [f"{part}/{path}" for part, unit in parts.items() for path in sorted(unit.replaced)]
     rules = {f"^{re.escape(path)}$": Replaced.MAX for path in own}
     options["replaced"] = {**rules, **options.get("replaced", {})}
-    outer: dict[str, Any] = {
-        key: _function(ends[key], key, shared) for key in _OUTER if key in ends
-    }
+    outer = {key: _function(ends[key], key, shared) for key in _OUTER if key in ends}
     if form.num_stages is not None:
         groups = count // form.num_stages // len(units)
         stage = _stage_function(units, groups, shared, stateful=_has(state), stage_loss=stage_loss)
-        return Model(stage, **outer, **options)
+        return Model(stage, first=outer.get("first"), last=outer.get("last"), **options)
     if letters := [letter for letter, tree in state.items() if _has(tree)]:
         raise PipelineError(
             f"blocks of letters {letters} have variables that are no parameters (batch "
@@ -339,7 +338,7 @@ def _letters(layout: Layout | str) -> list[str]:
     return [c for c in "".join(layout.stages) if c not in (EMBEDDING, LOSS)]
 
 
-def _pattern(kinds: list[Any], num_stages: int) -> list[str]:
+def _pattern(kinds: list[dict[str, str]], num_stages: int) -> list[str]:
     """The place of each block in the shortest pattern of kinds that stages repeat, "" where one is
     enough; PipelineError where blocks do not divide.
     """
@@ -376,7 +375,7 @@ def _has(tree: PyTree) -> bool:
 
 
 def _mesh_specs(
-    unit: Unit, rules: Mapping[str, Any] | None, *, lead: int = 0, stack: bool = False
+    unit: Unit, rules: Mapping[str, SpecEntry], *, lead: int = 0, stack: bool = False
 ) -> PyTree:
     """Specs of mesh axes from those of flax's metadata.
 
@@ -388,15 +387,13 @@ def _mesh_specs(
         stack: the variables have a leading axis of blocks.  A spec of full length has an entry for
             it, as `nnx.vmap` and `nn.scan` add it; that entry is left out.
     """
-    known = rules or {}
 
-    def entry(names: Any) -> Any:
+    def entry(names: SpecEntry) -> SpecEntry:
         if not isinstance(names, tuple):
-            return known.get(names, names)
-        axes = (known.get(name, name) for name in names)
-        return tuple(axis for axis in axes if axis is not None) or None
+            return names and rules.get(names, names)
+        return tuple(axis for name in names for axis in names_of(rules.get(name, name))) or None
 
-    def translated(spec: Any, leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
+    def translated(spec: PartitionSpec | None, leaf: Leaf) -> PartitionSpec | None:
         if spec is None:
             return None
         drop = int(stack and len(spec) == leaf.ndim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import jax
 from flax import core, linen as nn
@@ -15,10 +15,11 @@ from ..arrays import Leaves, Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.calls import UserFunction
+from ..model.functions import Extra
+from ..model.settings import SpecEntry
 from .adapter import BlockSettings, FlaxModel, adapt
-from .units import REPLACED, End, Unit, UnitCall, end_units, listed, plain_call
+from .units import REPLACED, End, Modules, Unit, Vars, end_units, listed, plain_call
 
-Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
 FIXED = ("params", "perturbations", REPLACED)
 
@@ -27,7 +28,7 @@ FIXED = ("params", "perturbations", REPLACED)
 class LinenModel(FlaxModel):
     """A model of linen modules as a pipeline takes it (see `FlaxModel`)."""
 
-    def to_linen(self, params: Params, state: PyTree = None) -> Any:
+    def to_linen(self, params: Params, state: Vars | None = None) -> Any:
         """Canonical parameters, and state, as the blocks' variables, in the form in which they were
         given: a list, or stacked.
 
@@ -38,14 +39,46 @@ class LinenModel(FlaxModel):
         return variables[0] if self._stack else variables
 
 
+def _unbox(tree: PyTree) -> PyTree:
+    """A tree without sharding metadata, whose axes no mesh in context needs to have."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return nn.meta.unbox(tree)
+
+
+@dataclass(frozen=True)
+class _Unboxed:
+    """An initializer without sharding metadata."""
+
+    call: UserFunction
+
+    def __call__(self, *arguments: object, **keywords: object) -> object:
+        return _unbox(self.call(*arguments, **keywords))
+
+
+def _without_metadata(
+    method: UserFunction, arguments: tuple[object, ...], keywords: Extra, context: Any
+) -> object:
+    """A method call in which initializers ignore sharding metadata.
+
+    `DenseGeneral` calls its initializers in every call, for shapes alone, and would constrain the
+    result by axes that the pipeline's mesh does not have.
+    """
+    for name in ("kernel_init", "bias_init"):
+        init = getattr(context.module, name, None)
+        if callable(init) and not isinstance(init, _Unboxed):
+            object.__setattr__(context.module, name, _Unboxed(init))
+    return method(*arguments, **keywords)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinenUnit(Unit):
     """Modules with their variables."""
 
     rngs: tuple[str, ...]
     takes_sown: bool  # the call makes a loss of sown values
+    run = nn.intercept_methods(_without_metadata)(Unit.run)
 
-    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+    def build(self, params: Vars, state: Vars, key: Any, *, training: bool) -> Modules:
         """The modules bound to variables.
 
         New collections may be written.  The step refuses sown values, which would be lost.
@@ -53,19 +86,14 @@ class LinenUnit(Unit):
         names = () if key is None else self.rngs
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
 
-        def bound(module: nn.Module, own: PyTree, other: PyTree) -> nn.Module:
+        def bound(module: nn.Module, own: Vars, other: Vars) -> nn.Module:
             fixed = () if self.constant or training else other
             mutable = core.DenyList([*FIXED, *fixed])
             return module.bind(variables_of(own, other), rngs=keys, mutable=mutable)
 
         return _each(bound, self.modules, params, state)
 
-    def run(self, params: PyTree, state: PyTree, call: UnitCall) -> tuple[Any, PyTree]:
-        """A call on the bound modules."""
-        with nn.intercept_methods(_without_metadata):
-            return super().run(params, state, call)
-
-    def variables(self, modules: Any, state: PyTree) -> PyTree:
+    def variables(self, modules: Modules, state: Vars) -> Vars:
         """All collections but the parameters; those that were there where the call takes sown
         ones.
         """
@@ -75,6 +103,7 @@ class LinenUnit(Unit):
     def settings(self) -> dict[str, str]:
         """The class, attributes and shapes of variables."""
         module = self.modules
+        assert isinstance(module, nn.Module)  # of a block
         attributes = {
             f.name: repr(getattr(module, f.name, None))
             for f in fields(module)
@@ -92,8 +121,8 @@ def linen_unit(
 ) -> LinenUnit:
     """The unit of modules, one or a tuple or dict of them, with as many variables."""
 
-    def params(_: nn.Module, own: Variables | None) -> PyTree:
-        found: Variables = own or {}
+    def params(_: nn.Module, own: Vars | None) -> Vars:
+        found = own or {}
         replaced = {REPLACED: found[REPLACED]} if REPLACED in found else {}
         return {**found.get("params", {}), **replaced}
 
@@ -115,7 +144,7 @@ def linen_unit(
     )
 
 
-def _check_variables(name: str, modules: Any, variables: Any) -> None:
+def _check_variables(name: str, modules: Modules | None, variables: PyTree) -> None:
     """PipelineError unless each of the modules, one or a tuple or dict of them, has variables."""
     leaves = jax.tree.leaves(modules)
     tree: Any = jax.tree.structure(modules)
@@ -133,7 +162,7 @@ def _check_variables(name: str, modules: Any, variables: Any) -> None:
         )
 
 
-def _form(tree: Any) -> str:
+def _form(tree: object) -> str:
     """The classes of a tuple or dict of modules, or of their variables."""
     if isinstance(tree, tuple | list):
         return f"({', '.join(map(_form, tree))})"
@@ -142,66 +171,37 @@ def _form(tree: Any) -> str:
     return "{'params': ...}" if isinstance(tree, Mapping) else type(tree).__name__
 
 
-def _unbox(tree: PyTree) -> PyTree:
-    """A tree without sharding metadata, whose axes no mesh in context needs to have."""
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        return nn.meta.unbox(tree)
-
-
-@dataclass(frozen=True)
-class _Unboxed:
-    """An initializer without sharding metadata."""
-
-    call: UserFunction
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return _unbox(self.call(*arguments, **keywords))
-
-
-def _without_metadata(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
-    """A method call in which initializers ignore sharding metadata.
-
-    `DenseGeneral` calls its initializers in every call, for shapes alone, and would constrain the
-    result by axes that the pipeline's mesh does not have.
-    """
-    for name in ("kernel_init", "bias_init"):
-        init = getattr(context.module, name, None)
-        if callable(init) and not isinstance(init, _Unboxed):
-            object.__setattr__(context.module, name, _Unboxed(init))
-    return method(*arguments, **keywords)
-
-
-def _without_params(variables: Variables) -> dict[str, PyTree]:
+def _without_params(variables: Vars) -> Vars:
     own = core.unfreeze(variables)
     return {name: tree for name, tree in own.items() if name not in ("params", REPLACED)}
 
 
-def variables_of(params: PyTree, state: PyTree) -> dict[str, PyTree]:
+def variables_of(params: Vars, state: Vars) -> Vars:
     """The variables of a module."""
     own = {REPLACED: params[REPLACED]} if REPLACED in params else {}
     return {"params": {n: tree for n, tree in params.items() if n != REPLACED}, **own, **state}
 
 
-def _each(function: UserFunction, modules: Any, *trees: Any) -> Any:
+def _each(function: UserFunction, modules: Modules | None, *trees: PyTree) -> PyTree:
     """A function of each of the modules, one or a tuple or dict of them, and its part of trees."""
     return {} if modules is None else jax.tree.map(function, modules, *trees)
 
 
 def from_linen(
     blocks: nn.Module | Sequence[nn.Module],
-    variables: Variables | Sequence[Variables],
+    variables: Vars | Sequence[Vars],
     *,
     num_stages: int | None = None,
     layout: Layout | str | None = None,
     first: End | None = None,
     last: End | None = None,
-    shared: tuple[Any, Any] | None = None,
+    shared: tuple[Modules, Vars | tuple[Vars, ...]] | None = None,
     call: UserFunction | None = None,
     rngs: Sequence[str] = ("dropout",),
-    rules: Mapping[str, Any] | None = None,
+    rules: Mapping[str, SpecEntry] | None = None,
     stage_loss: bool = False,
     ignore: Sequence[str] = (),
-    **contract: Any,
+    **contract: object,
 ) -> LinenModel:
     """Make the functions and canonical parameters of a pipeline from linen modules and their
     variables, as they are.
@@ -230,7 +230,7 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
             A step raises it for values that blocks sow and nobody takes.
     """
-    form = BlockSettings(num_stages, layout, rules, stage_loss, ignore, contract)
+    form = BlockSettings(num_stages, layout, rules or {}, stage_loss, ignore, contract)
     unit = partial(linen_unit, rngs=tuple(rngs))
     if shared is not None and (not isinstance(shared, tuple) or len(shared) != 2):
         raise PipelineError(
@@ -261,7 +261,7 @@ def from_linen(
     return adapt(LinenModel, units, ends=ends, form=form, stack=stack)
 
 
-def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
+def submodule(variables: Vars, name: str) -> Vars:
     """The variables of one submodule: {"params": {"embed": tree}} -> {"params": tree};
     PipelineError if there is none.
     """
@@ -269,12 +269,12 @@ def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
     return found or _refuse(name, variables)
 
 
-def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
+def submodules(variables: Vars, pattern: str) -> list[Vars]:
     """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, ..."""
     return split_variables(variables, pattern)[0]
 
 
-def _refuse(name: str, variables: Variables) -> NoReturn:
+def _refuse(name: str, variables: Vars) -> NoReturn:
     names = {name for tree in variables.values() for name in tree}
     raise PipelineError(f"no submodule is called {name!r}; the names are {sorted(names)}")
 
@@ -284,7 +284,7 @@ def names_of(pattern: str, number: int) -> tuple[str, ...]:
     return tuple(pattern.format(number).split("/"))
 
 
-def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]:
+def split_variables(variables: Vars, pattern: str) -> tuple[list[Vars], Vars]:
     """The variables of each numbered submodule, and those of the rest, with their metadata;
     PipelineError if there are no such submodules.
     """

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
-from ..arrays import Params, PyTree, is_key
+from ..arrays import Params, Rng, is_key
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.calls import UserFunction
+from ..model.settings import SpecEntry
 from .adapter import BlockSettings, FlaxModel, adapt
-from .units import REPLACED, End, Unit, end_units, listed, plain_call
+from .units import REPLACED, End, Modules, Unit, Vars, end_units, listed, plain_call
 
 
 @dataclass(frozen=True)
 class NnxModel(FlaxModel):
     """A model of nnx modules as a pipeline takes it (see `FlaxModel`)."""
 
-    def to_nnx(self, params: Params, state: PyTree = None) -> None:
+    def to_nnx(self, params: Params, state: Vars | None = None) -> None:
         """Write canonical parameters, and state, into the variables of the modules that the model
         was made of.
         """
@@ -42,12 +43,12 @@ class NnxUnit(Unit):
     takes), the streams of random numbers, and the others.
     """
 
-    trainable: Any
-    graph: Any
-    streams: Any
+    trainable: Filter
+    graph: nnx.GraphDef
+    streams: nnx.State
     stack: bool  # variables have a leading axis of blocks
 
-    def build(self, params: PyTree, state: PyTree, key: jax.Array | None, *, training: bool) -> Any:
+    def build(self, params: Vars, state: Vars, key: Rng, *, training: bool) -> Modules:
         """The modules; every stream of random numbers begins again from the key, and without one
         drawing fails.
         """
@@ -60,7 +61,7 @@ class NnxUnit(Unit):
                 module.eval()
         return modules
 
-    def _stream(self, number: int, old: Any, key: Any) -> Any:
+    def _stream(self, number: int, old: jax.Array, key: Rng) -> jax.Array:
         shape = old.shape[1:] if self.stack else old.shape
         if not is_key(old):
             return jnp.zeros(shape, old.dtype)
@@ -69,10 +70,10 @@ class NnxUnit(Unit):
         own = jax.random.fold_in(key, number)
         return jax.random.split(own, shape) if shape else own
 
-    def variables(self, modules: Any, state: PyTree) -> PyTree:
+    def variables(self, modules: Modules, state: Vars) -> Vars:
         """All that are neither parameters nor streams of random numbers."""
         others = nnx.split(modules, self.trainable, nnx.RngState, ...)[3]
-        return nnx.to_pure_dict(others)
+        return dict(nnx.to_pure_dict(others))
 
     def settings(self) -> Mapping[str, str]:
         """Arrays by shape, modules by class, and static attributes as they are.  What is shared
@@ -91,7 +92,9 @@ class NnxUnit(Unit):
         return texts
 
 
-def nnx_unit(name: str, end: End, *, trainable: Any, frozen: Any, stack: bool = False) -> NnxUnit:
+def nnx_unit(
+    name: str, end: End, *, trainable: Filter, frozen: Filter, stack: bool = False
+) -> NnxUnit:
     """The unit of modules; the filters say which variables are parameters, and which of these are
     not trained.
     """
@@ -116,31 +119,31 @@ def nnx_unit(name: str, end: End, *, trainable: Any, frozen: Any, stack: bool = 
     )
 
 
-def _is_replaced(_path: Any, variable: Any) -> bool:
+def _is_replaced(_path: object, variable: object) -> bool:
     """Whether it is a variable of `REPLACED`: `nnx.bridge` names classes after collections."""
     return type(variable).__name__ == REPLACED
 
 
-def _paths(variables: Iterable[tuple[Any, Any]]) -> frozenset[str]:
+def _paths(variables: Iterable[tuple[Iterable[object], object]]) -> frozenset[str]:
     """The paths of these variables."""
     return frozenset("/".join(map(str, path)) for path, _ in variables)
 
 
 def from_nnx(
-    blocks: Any,
+    blocks: nnx.Module | Iterable[nnx.Module],
     *,
     num_stages: int | None = None,
     layout: Layout | str | None = None,
     first: End | None = None,
     last: End | None = None,
-    shared: Any = None,
+    shared: Modules | None = None,
     call: UserFunction | None = None,
-    trainable: Any = nnx.Param,
-    frozen: Any = None,
-    rules: Mapping[str, Any] | None = None,
+    trainable: Filter = nnx.Param,
+    frozen: Filter = None,
+    rules: Mapping[str, SpecEntry] | None = None,
     stage_loss: bool = False,
     ignore: Sequence[str] = (),
-    **contract: Any,
+    **contract: object,
 ) -> NnxModel:
     """Make the functions and canonical parameters of a pipeline from nnx modules; the modules stay
     as they are.
@@ -186,7 +189,7 @@ def from_nnx(
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
-    form = BlockSettings(num_stages, layout, rules, stage_loss, ignore, contract)
+    form = BlockSettings(num_stages, layout, rules or {}, stage_loss, ignore, contract)
     unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
     common = None if shared is None else End(shared, plain_call)
     ends = end_units(first, last, common, unit)
@@ -200,7 +203,7 @@ def from_nnx(
     return adapt(NnxModel, units, ends=ends, form=form, stack=stack)
 
 
-def check_distinct(blocks: Sequence[Any], ends: Mapping[str, Unit]) -> None:
+def check_distinct(blocks: Sequence[nnx.Module], ends: Mapping[str, Unit]) -> None:
     """PipelineError where two parts hold the same variable: it would become two parameters."""
     owners = {f"block {i}": block for i, block in enumerate(blocks)}
     owners |= {key: unit.modules for key, unit in ends.items()}

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from ..arrays import Leaves, PyTree, by_path
+from flax import linen as nn, nnx
+
+from ..arrays import Leaves, PyTree, Rng, by_path
 from ..errors import PipelineError
 from ..model.calls import Function, UserFunction
+from ..model.functions import Extra
+
+# What runs together: a module, or a tuple or dict of them.
+Modules: TypeAlias = "nnx.Module | nn.Module | tuple[Modules, ...] | dict[str, Modules]"
+# Variables of a module in nested dicts.
+Vars: TypeAlias = Mapping[str, PyTree]
 
 # flax's collection of leaves whose gradient is their next value: the scales of FP8.  Here it is one
 # of the parameters.
@@ -30,17 +38,17 @@ class End:
         variables: linen only: the modules' variables, a tuple or dict of them likewise.
     """
 
-    modules: Any
+    modules: Modules | None
     call: UserFunction
-    variables: Any = None
+    variables: Vars | tuple[Vars, ...] | None = None
 
 
 class UnitCall(NamedTuple):
     """A call of a unit, besides its variables."""
 
     arguments: tuple[PyTree, ...]
-    key: Any  # of random numbers, or None
-    keywords: Mapping[str, Any]
+    key: Rng
+    keywords: Extra
     training: bool
 
 
@@ -52,7 +60,7 @@ _ADVICE = (
 )
 
 
-def plain_call(block: Any, *arguments: Any) -> Any:
+def plain_call(block: UserFunction, *arguments: object) -> object:
     """The call of a block where the user says nothing else."""
     return block(*arguments)
 
@@ -75,11 +83,11 @@ class Unit:
     """
 
     name: str
-    modules: Any
+    modules: Modules | None
     call: UserFunction
     takes: tuple[str, ...] = ("block", "x")
-    params: PyTree
-    state: PyTree
+    params: Vars
+    state: Vars
     specs: PyTree
     random: bool = False
     frozen: frozenset[str] = frozenset()
@@ -91,17 +99,17 @@ class Unit:
         """
         raise NotImplementedError
 
-    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+    def build(self, params: Vars, state: Vars, key: Rng, *, training: bool) -> Modules:
         """The modules with these variables in them; they draw from `key`."""
         raise NotImplementedError
 
-    def variables(self, modules: Any, state: PyTree) -> PyTree:
+    def variables(self, modules: Modules, state: Vars) -> Vars:
         """The variables of modules that are no parameters, after a call; before it they were
         `state`.
         """
         raise NotImplementedError
 
-    def run(self, params: PyTree, state: PyTree, call: UnitCall) -> tuple[Any, PyTree]:
+    def run(self, params: Vars, state: Vars, call: UnitCall) -> tuple[PyTree, Vars]:
         """The result of a call, and the state after it; PipelineError where the call wrote
         variables that are not kept.
         """
@@ -160,7 +168,7 @@ def end_units(
     return {n: replace(own, takes=("modules", *TAKES[n])) for n, own in units.items()}
 
 
-def listed(blocks: Any, module: type, kind: str) -> Leaves:
+def listed(blocks: Iterable[object], module: type, kind: str) -> Leaves:
     """The blocks; PipelineError unless they are modules."""
     modules = list(blocks)
     if not modules:

@@ -8,44 +8,50 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import jax
 import numpy as np
 from flax import core, linen as nn, nnx
+from flax.nnx.filterlib import Filter
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..arrays import Leaves, Params, PyTree, shapes_of, zeros_of
+from ..arrays import Leaf, Leaves, Params, PyTree, Rng, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..jaxprs.dataflow import inputs_of
 from ..layouts.layout import Layout
-from ..model.calls import UserFunction
+from ..model.calls import Function, UserFunction
+from ..model.functions import Extra
+from ..model.settings import SpecEntry
 from .adapter import BlockSettings, adapt
 from .linen_blocks import LinenModel, linen_unit, names_of, split_variables, variables_of
-from .nnx_blocks import NnxModel, check_distinct, nnx_unit
-from .units import TAKES, End, Unit, UnitCall
+from .nnx_blocks import NnxModel, NnxUnit, check_distinct, nnx_unit
+from .units import TAKES, End, Unit, UnitCall, Vars
 
 _FAULTY = "the model cannot be split at its blocks"
+
+
+Arguments: TypeAlias = tuple[tuple[object, ...], Extra]  # by position, and by keyword
 
 
 class BlockCall(NamedTuple):
     """A call of a block in the model."""
 
     number: int
-    block: Any
+    block: nn.Module | None  # as linen calls it
     x: PyTree
-    more: tuple[tuple[Any, ...], dict[str, Any]]  # arguments after x, and keywords
+    more: Arguments  # after x
 
     @classmethod
-    def of(cls, number: int, block: Any, arguments: Any, keywords: dict[str, Any]) -> BlockCall:
+    def of(cls, number: int, block: nn.Module | None, given: Arguments) -> BlockCall:
         """PipelineError where a block has no x."""
-        if not arguments:
+        if not given[0]:
             raise PipelineError("a block must take x as its first positional argument")
-        return cls(number, block, arguments[0], (arguments[1:], keywords))
+        return cls(number, block, given[0][0], (given[0][1:], given[1]))
 
 
-OnBlock: TypeAlias = Callable[[BlockCall], Any]  # what a call of a block does
-CallInputs: TypeAlias = tuple[PyTree, PyTree, Any]  # parameters, microbatch, key
+OnBlock: TypeAlias = Callable[[BlockCall], PyTree]  # what a call of a block does
+CallInputs: TypeAlias = tuple[Vars, PyTree, Rng]  # parameters, microbatch, key
 _ARRAY = jax.Array | np.ndarray
 
 
@@ -60,11 +66,11 @@ class Whole:
     unit: Unit  # whose call is the loss
     pattern: str  # the path of a block, with {} for its number
     count: int  # of blocks
-    watch: Callable[[OnBlock], AbstractContextManager[Any]]  # for calls of blocks
+    watch: Callable[[OnBlock], AbstractContextManager[object]]  # for calls of blocks
     # a block's number, the block as it was called, and how a pipeline calls it -> its unit
-    block: Callable[[int, Any, UserFunction], Unit]
+    block: Callable[[int, nn.Module | None, UserFunction], Unit]
 
-    def run(self, inputs: CallInputs, on_block: OnBlock, *, training: bool) -> Any:
+    def run(self, inputs: CallInputs, on_block: OnBlock, *, training: bool) -> PyTree:
         """The result of `loss` where calls of blocks do `on_block`.  Parameters that are not given
         are zeros: no result depends on them.
         """
@@ -81,7 +87,7 @@ class Whole:
     def reach(self, inputs: CallInputs, *, training: bool) -> BlockCall:
         """The call of the first block."""
 
-        def stop(call: BlockCall) -> Any:
+        def stop(call: BlockCall) -> NoReturn:
             raise _Reached(call)
 
         try:
@@ -103,16 +109,16 @@ class OuterPart(Unit):
     tied: bool  # the function takes `shared` parameters too
 
     @cached_property
-    def function(self) -> Any:
+    def function(self) -> Function:
         """It takes `shared`, where parameters are."""
         wants = frozenset({"shared"} if self.tied else ())
         return replace(self.whole.unit.function, wants=wants)
 
-    def build(self, params: PyTree, state: PyTree, key: jax.Array | None, *, training: bool) -> Any:
+    def build(self, params: Vars, state: Vars, key: Rng, *, training: bool) -> Vars:
         """The parameters: functions put them into the model themselves."""
         return params
 
-    def run(self, params: PyTree, state: PyTree, call: UnitCall) -> tuple[Any, PyTree]:
+    def run(self, params: Vars, state: Vars, call: UnitCall) -> tuple[PyTree, Vars]:
         """x before the blocks, or the loss after them."""
         own = flatten_dict(params) | flatten_dict(call.keywords.get("shared", {}))
         *x, microbatch = call.arguments
@@ -125,7 +131,7 @@ class OuterPart(Unit):
 def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> OuterPart:
     """The part of a model that has these parameters."""
 
-    def own(tree: PyTree) -> PyTree:
+    def own(tree: Vars) -> PyTree:
         flat = flatten_dict(core.unfreeze(tree))
         return unflatten_dict({path: flat[path] for path in flat if path in paths})
 
@@ -166,7 +172,7 @@ def _call_faults(calls: Sequence[BlockCall], outs: Sequence[PyTree], pattern: st
     ]
 
 
-def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]]]:
+def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[object]]]:
     """The calls of blocks; the inputs that x before the blocks, further arrays of blocks and the
     loss are made of.
 
@@ -176,10 +182,12 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
     x = jax.eval_shape(lambda *own: whole.reach(own, training=True).x, params, shapes, key)
     calls: list[BlockCall] = []
 
-    def traced(params: PyTree, microbatch: PyTree, key: jax.Array, outs: list[PyTree]) -> Any:
+    def traced(
+        params: Vars, microbatch: PyTree, key: jax.Array, outs: Sequence[PyTree]
+    ) -> tuple[PyTree, Leaves, PyTree]:
         calls.clear()
 
-        def on_block(call: BlockCall) -> Any:
+        def on_block(call: BlockCall) -> PyTree:
             calls.append(call)
             return outs[call.number]
 
@@ -240,15 +248,17 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> UserFunction:
     are made again from the microbatch.
     """
 
-    def more(rows: PyTree, training: bool) -> Any:
+    def more(rows: PyTree, training: bool) -> Arguments:
         # None of these arguments depends on a parameter or on the key.
         return whole.reach(({}, rows, jax.random.key(0)), training=training).more
 
-    def with_arrays(block: Any, x: Any, *, training: bool, microbatch: Any) -> Any:
+    def with_arrays(
+        block: UserFunction, x: PyTree, *, training: bool, microbatch: PyTree
+    ) -> object:
         arguments, keywords = more(microbatch, training)
         return block(x, *arguments, **keywords)
 
-    def with_values(block: Any, x: PyTree, *, training: bool) -> Any:
+    def with_values(block: UserFunction, x: PyTree, *, training: bool) -> object:
         found: Leaves = []
         jax.eval_shape(lambda rows: found.append(more(rows, training)), shapes)
         arguments, keywords = found[0]
@@ -262,7 +272,7 @@ def _arrays(tree: PyTree) -> Leaves:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, _ARRAY)]
 
 
-def _form(tree: PyTree) -> Any:
+def _form(tree: PyTree) -> object:
     """A value that is equal for trees of the same arrays and of equal values elsewhere."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, [id(leaf) if _arrays(leaf) else leaf for leaf in leaves]
@@ -271,11 +281,12 @@ def _form(tree: PyTree) -> Any:
 class WholeLinenModel(LinenModel):
     """A whole linen model as a pipeline takes it (see `FlaxModel`)."""
 
-    def to_linen(self, params: Params, state: PyTree = None) -> Any:
+    def to_linen(self, params: Params, state: Vars | None = None) -> Any:
         """Canonical parameters, and the blocks' state, as the variables of the whole model."""
-        last: Any = self._ends["last"]
-        whole: Whole = last.whole
-        variables = flatten_dict({"params": {}, **whole.unit.state})
+        last = self._ends["last"]
+        assert isinstance(last, OuterPart)
+        whole = last.whole
+        variables = flatten_dict(whole.unit.state)
         for key in self._ends:
             variables |= flatten_dict(variables_of(params[key], {}))
         for i, own in enumerate(super().to_linen(params, state)):
@@ -287,20 +298,20 @@ class WholeLinenModel(LinenModel):
 
 
 def from_flax_model(
-    model: Any,
+    model: nnx.Module | nn.Module,
     blocks: str = "blocks_{}",
     *,
     loss: UserFunction,
     batch: PyTree,
-    variables: Any = None,
+    variables: Vars | None = None,
     num_stages: int | None = None,
     layout: Layout | str | None = None,
     ignore: Sequence[str] = ("layer_idx",),
     rngs: Sequence[str] = ("dropout",),
-    trainable: Any = nnx.Param,
-    frozen: Any = None,
-    rules: Mapping[str, Any] | None = None,
-    **contract: Any,
+    trainable: Filter = nnx.Param,
+    frozen: Filter | Callable[[str, Leaf], bool] | Sequence[str] = None,
+    rules: Mapping[str, SpecEntry] | None = None,
+    **contract: object,
 ) -> LinenModel | NnxModel:
     """Split a whole flax model, nnx or linen, into the functions and canonical parameters of a
     pipeline; the model stays as it is.
@@ -354,7 +365,7 @@ def from_flax_model(
         >>> sorted(found.params), found.params["shared"]["embed"]["embedding"].shape
         (['first', 'last', 'shared', 'stages'], (7, 4))
     """
-    form = BlockSettings(num_stages, layout, rules, False, ignore, contract)
+    form = BlockSettings(num_stages, layout, rules or {}, False, ignore, contract)
     if unknown := sorted(contract.keys() - {"has_metrics"}):
         raise PipelineError(
             f"from_flax_model has no argument {', '.join(unknown)}; blocks that return a loss, and "
@@ -374,23 +385,26 @@ def from_flax_model(
             form = replace(form, contract={**contract, "frozen": frozen})
         whole = _linen_blocks(model, blocks, loss, variables, tuple(rngs))
     else:
-        whole = _nnx_blocks(model, blocks, loss, trainable, frozen)
+        make = partial(nnx_unit, trainable=trainable, frozen=frozen)
+        whole = _nnx_blocks(model, blocks, loss, make)
     ends, units = parts_of(whole, batch)
     return adapt(kind, units, ends=ends, form=form)
 
 
 def _linen_blocks(
-    model: nn.Module, pattern: str, loss: UserFunction, variables: Any, rngs: tuple[str, ...]
+    model: nn.Module, pattern: str, loss: UserFunction, variables: Vars, rngs: tuple[str, ...]
 ) -> Whole:
     """The model without the variables of its blocks."""
     own, outer = split_variables(variables, pattern)
     numbers = {names_of(pattern, i): i for i in range(len(own))}
 
-    def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
-        def intercept(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
+    def watch(on_block: OnBlock) -> AbstractContextManager[object]:
+        def intercept(
+            method: UserFunction, x: tuple[object, ...], more: Extra, context: Any
+        ) -> object:
             number = numbers.get(context.module.path)
             if number is None or context.method_name != "__call__":
-                return method(*arguments, **keywords)
+                return method(*x, **more)
             if context.module.scope.parent is None:
                 block = type(context.module).__name__
                 raise PipelineError(
@@ -399,11 +413,11 @@ def _linen_blocks(
                     f"and with name=f{pattern.replace('{}', '{i}').split('/')[-1]!r}, so that its "
                     "variables keep their names. jaxpipe.Memory(remat=) recomputes blocks"
                 )
-            return on_block(BlockCall.of(number, context.module, arguments, keywords))
+            return on_block(BlockCall.of(number, context.module, (x, more)))
 
-        return cast(AbstractContextManager[Any], nn.intercept_methods(intercept))
+        return cast(AbstractContextManager[object], nn.intercept_methods(intercept))
 
-    def unit(number: int, module: Any, call: UserFunction) -> Unit:
+    def unit(number: int, module: nn.Module, call: UserFunction) -> Unit:
         unbound = module.clone(parent=None, name=None)
         return linen_unit("a block", End(unbound, call, own[number]), rngs=rngs)
 
@@ -412,7 +426,9 @@ def _linen_blocks(
     return Whole(whole, pattern, len(own), watch, unit)
 
 
-def _nnx_blocks(model: Any, pattern: str, loss: UserFunction, trainable: Any, frozen: Any) -> Whole:
+def _nnx_blocks(
+    model: nnx.Module, pattern: str, loss: UserFunction, make: partial[NnxUnit]
+) -> Whole:
     """The model with functions in the place of its blocks."""
     own: Leaves = []
     # Blocks of an `nnx.List` are its attributes "0", "1", ...
@@ -427,20 +443,18 @@ def _nnx_blocks(model: Any, pattern: str, loss: UserFunction, trainable: Any, fr
     running: list[OnBlock] = []
 
     def stub(number: int) -> UserFunction:
-        return lambda *x, **more: running[0](BlockCall.of(number, None, x, more))
+        return lambda *x, **more: running[0](BlockCall.of(number, None, (x, more)))
 
     hollow = nnx.clone(model)
     for i in range(len(own)):
         *path, name = names_of(pattern, i)
         setattr(_at(hollow, path), name, stub(i))
 
-    def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
+    def watch(on_block: OnBlock) -> AbstractContextManager[object]:
         running[:] = [on_block]
         return nullcontext()
 
-    make = partial(nnx_unit, trainable=trainable, frozen=frozen)
-
-    def unit(number: int, _block: Any, call: UserFunction) -> Unit:
+    def unit(number: int, _block: None, call: UserFunction) -> Unit:
         return make("a block", End(own[number], call))
 
     # Variables are written into the user's model.
@@ -449,6 +463,6 @@ def _nnx_blocks(model: Any, pattern: str, loss: UserFunction, trainable: Any, fr
     return Whole(whole, pattern, len(own), watch, unit)
 
 
-def _at(model: Any, names: Sequence[str]) -> Any:
+def _at(model: nnx.Module, names: Sequence[str]) -> nnx.Module | None:
     """The module at a path of attributes, or None."""
     return reduce(lambda module, name: getattr(module, name, None), names, model)

@@ -83,6 +83,16 @@ def test_metadata_becomes_specs(model: Any) -> None:
         unknown.place(made.params)
 
 
+def test_a_name_in_a_tuple_may_stand_for_several_axes() -> None:
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, ("heads", "mlp")))
+    with nnx.use_eager_sharding(False):
+        blocks = [nnx.Linear(4, 4, kernel_init=init, rngs=nnx.Rngs(i)) for i in range(2)]
+    rules = {"heads": ("tensor", "expert"), "mlp": None}
+    specs = from_nnx(blocks, num_stages=2, rules=rules).specs
+    assert specs is not None
+    assert specs["stages"]["kernel"] == PartitionSpec(None, None, ("tensor", "expert"))
+
+
 class General(nn.Module):
     """`DenseGeneral` calls its initializers again in every call."""
 
