@@ -32,10 +32,8 @@ from .stage.trace import trace_last
 from .storage.plan import leaf_plans
 from .table.effects import By
 
-# By name, [data shards, (NaN, infinite, all)].
-_Counts: TypeAlias = "dict[str, Any]"
-# Of a call, and what enters it: a result, and counts.
-_Body: TypeAlias = "Callable[..., tuple[PyTree, Any]]"
+# By name: of a leaf, [data shards, (NaN, infinite, all)]; of a buffer, [slices].
+_Counts: TypeAlias = dict[str, Array]
 _KEYS = {"first": "first", "stage": "stages", "last": "last"}  # of parameters
 _ROUNDING = 4  # differences that are roundings, in units of the largest value
 
@@ -137,6 +135,21 @@ class _FunctionCall(NamedTuple):
     stage: int
 
 
+class _Operands(NamedTuple):
+    """The arguments of a call that are traced."""
+
+    params: PyTree  # the function's own, and the shared ones
+    x: PyTree  # what enters it; of a backward, (that, the cotangent of what it returns)
+    batch: PyTree
+    key: Rng
+    stage: Array
+    microbatch: Array
+
+
+# A result, and counts, of a call.
+_Body: TypeAlias = Callable[[_FunctionCall, _Operands], tuple[PyTree, Any]]
+
+
 class _NonfiniteSearch:
     """The calls of a step, and their compiled code."""
 
@@ -188,16 +201,18 @@ class _NonfiniteSearch:
             code = call if self.pipe.layout.unlike else call._replace(stage=0)
         params = jax.tree.map(partial(on_own_mesh, self.pipe.mesh), (own, self.params["shared"]))
         numbers = jnp.int32(call.stage), jnp.int32(microbatch)
-        return self._compiled(body, code, params, x, self.batch, self.rng, *numbers)
+        operands = _Operands(params, x, self.batch, self.rng, *numbers)
+        return self._compiled(body, code, operands)
 
-    def _on_devices(self, body: _Body, call: _FunctionCall, params: PyTree, *operands: Any) -> Any:
+    def _on_devices(self, body: _Body, call: _FunctionCall, operands: _Operands) -> Any:
         """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
-        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Rng, *at: Any) -> Any:
-            x = jax.tree.map(lambda leaf: leaf[0], x)
-            key = mesh_key(rng, pipe.data_axes, pipe.partition.data_size)
-            result, counts = body(call, params, x, batch, key, *at)
+        def run(*traced: PyTree) -> tuple[PyTree, Any]:
+            given = _Operands(*traced)
+            x = jax.tree.map(lambda leaf: leaf[0], given.x)
+            key = mesh_key(given.key, pipe.data_axes, pipe.partition.data_size)
+            result, counts = body(call, given._replace(x=x, key=key))
             return jax.tree.map(lambda leaf: leaf[None], result), counts
 
         plans = self.plans[_KEYS[call.function]]
@@ -206,64 +221,60 @@ class _NonfiniteSearch:
             own = pipe.layout.held(call.stage, plans).leaves
         # How these are split over the axes along which functions are given local parts.
         split = [plan.local(pipe.data_axes) for plan in (*own, *leaf_plans(self.plans["shared"]))]
-        specs = jax.tree.unflatten(jax.tree.structure(params), split)
+        specs = jax.tree.unflatten(jax.tree.structure(operands.params), split)
         return mapped(
             run,
             pipe.mesh,
             {pipe.axis, *pipe.data_axes},
             in_specs=(specs, rows, self.specs, everywhere, everywhere, everywhere),
             out_specs=(rows, everywhere),
-        )(params, *operands)
+        )(*operands)
 
-    # The bodies: a call, parameters, what enters the call, the batch, the key of the data shard,
-    # and the numbers of stage and microbatch -> what the call returns, and counts.
+    # The bodies; the key of their operands is that of the data shard.
 
     def _forward(
-        self, call: _FunctionCall, params: PyTree, x: PyTree, *step: Any
+        self, call: _FunctionCall, given: _Operands
     ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
-        extra = self._extra(call, *step)
-        y = self._output(call, params, x, extra)
-        return y, (self._count({"output": y}), self._inputs(params, x, extra))
+        extra = self._extra(call, given)
+        y = self._output(call, given.params, given.x, extra)
+        return y, (self._count({"output": y}), self._inputs(given, extra))
 
     def _backward(
-        self, call: _FunctionCall, params: PyTree, xdy: PyTree, *step: Any
+        self, call: _FunctionCall, given: _Operands
     ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
-        (x, dy), extra = xdy, self._extra(call, *step)
+        (x, dy), extra = given.x, self._extra(call, given)
+        given = given._replace(x=x)
 
         def outputs(params: PyTree, x: PyTree) -> Leaves:
             y = self._output(call, params, x, extra)
             return list(filter(_floating, jax.tree.leaves(y)))
 
         if call.function == "last" and self.functions.loss is Loss.SUM_OVER_COUNT:
-            dy = self._over_count(params, x, extra, dy, *step)
+            dy = self._over_count(given, extra, dy)
         # Whole numbers have a gradient of their own dtype, float0, which is not counted.
-        (own, shared), dx = jax.vjp(outputs, params, x)[1](dy)
+        (own, shared), dx = jax.vjp(outputs, given.params, x)[1](dy)
         results = {"the input": dx, "parameters": own, "shared": shared}
         counts = self._count({f"gradient of {name}": tree for name, tree in results.items()})
-        inputs = self._inputs(params, x, extra) | self._count({"gradient of the output": dy})
+        inputs = self._inputs(given, extra) | self._count({"gradient of the output": dy})
         return list(filter(_floating, jax.tree.leaves(dx))), (counts, inputs)
 
-    def _over_count(
-        self, params: PyTree, x: PyTree, extra: Extra, dy: Leaves, *step: Any
-    ) -> Leaves:
+    def _over_count(self, given: _Operands, extra: Extra, dy: Leaves) -> Leaves:
         """The cotangent of a microbatch's loss, over the count where the step begins with it."""
-        batch, key, stage, _ = step
+        params, x, batch, key, stage, _ = given
         uses = [ParamUse(trained=False)] * len(jax.tree.leaves(params))
         code = trace_last(self.functions.run_last, params, x, extra, uses)
         rows = self.functions.split(batch, self.count)
         count = total_count(code, self.functions, rows, key, stage, self.pipe.data_axes)
         return dy if count is None else [d * share_of(count).astype(d.dtype) for d in dy]
 
-    def _later_rows(
-        self, call: _FunctionCall, params: PyTree, x: PyTree, *step: Any
-    ) -> tuple[PyTree, Any]:
+    def _later_rows(self, call: _FunctionCall, given: _Operands) -> tuple[tuple[()], _Counts]:
         """Name of each buffer -> [K], for each slice the number of values that a stage returns and
         that depend on later rows of the buffer.
 
         Each slice runs with two finite fills of the later rows of each buffer.  NaN as a fill would
         reach the output of a masked product too, since 0 times NaN is NaN.
         """
-        slices, (batch, key, stage, first) = self.slices, step
+        slices, (params, x, batch, key, stage, first) = self.slices, given
         rows = self.pipe.functions.split(batch, self.count * slices)
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length
@@ -277,7 +288,7 @@ class _NonfiniteSearch:
             extra = functions.extra(rows, key, stage, k, self._wants(call), of=By.STAGE)
             return jax.tree.map(cut, x), extra
 
-        def one(carried: PyTree, k: Number) -> tuple[PyTree, dict[str, Any]]:
+        def one(carried: PyTree, k: Number) -> tuple[PyTree, dict[str, Array]]:
             (carry, buffers), (own, extra) = carried, inputs(k)
 
             def run(buffers: Mapping[str, Array]) -> tuple[PyTree, StageOutput]:
@@ -344,13 +355,12 @@ class _NonfiniteSearch:
         stages = self.functions.stages
         return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
 
-    def _extra(
-        self, call: _FunctionCall, batch: PyTree, key: Array, stage: Number, microbatch: Number
-    ) -> Extra:
+    def _extra(self, call: _FunctionCall, given: _Operands) -> Extra:
         """The further arguments of the function in the step."""
-        rows = self.functions.split(batch, self.count)
+        rows = self.functions.split(given.batch, self.count)
         wants, of = self._wants(call), By[call.function.upper()]
-        return self.functions.extra(rows, key, stage, microbatch, wants, of=of)
+        numbers = given.stage, given.microbatch
+        return self.functions.extra(rows, given.key, *numbers, wants, of=of)
 
     def _output(self, call: _FunctionCall, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """What the function returns for the next one; the loss of `last`."""
@@ -360,9 +370,9 @@ class _NonfiniteSearch:
             return self.functions.run_last(params, x, extra)[0]
         return self.functions.run_stage(call.stage, params, x, extra)[0]
 
-    def _inputs(self, params: PyTree, x: PyTree, extra: Extra) -> _Counts:
-        own, shared = params
-        trees = {"parameters": own, "shared": shared, "input": x}
+    def _inputs(self, given: _Operands, extra: Extra) -> _Counts:
+        own, shared = given.params
+        trees = {"parameters": own, "shared": shared, "input": given.x}
         return self._count(trees | {"microbatch": extra.get("microbatch", ())})
 
     def _count(self, trees: Mapping[str, PyTree]) -> _Counts:

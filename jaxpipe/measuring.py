@@ -115,7 +115,7 @@ class Measured:
     unit: str
 
     def layers(
-        self, letters: Sequence[str], params: Mapping[str, PyTree], microbatch: PyTree
+        self, letters: Sequence[str], params: Params, microbatch: PyTree
     ) -> dict[str, LayerCost]:
         """The cost of a layer of each letter, each of them a stage, and of the ends.
 
@@ -306,8 +306,8 @@ def measure(
     mesh: Mesh | None = None,
     sharding: Sharding = Sharding(),  # noqa: B008  it is frozen
     memory: Memory = Memory(),  # noqa: B008
-    rng: Any = None,
-    state: Any = (),
+    rng: object = None,
+    state: PyTree = (),
     repeats: Count = 10,
     peak: Peak | None = None,
     policies: _PolicyNames = (),
@@ -388,7 +388,7 @@ def measure(
 
 
 def _of_stages(
-    model: Model, params: Mapping[str, PyTree], mesh: Mesh | None, **options: Any
+    model: Model, params: CanonicalParams, mesh: Mesh | None, **options: Any
 ) -> Pipeline:
     """A pipeline of a model that is given by stages."""
     sharding: Sharding = options["sharding"]
@@ -412,8 +412,8 @@ def _mesh(devices: int, axis: str) -> Mesh:
 
 
 def _of_letters(
-    model: Model, letters: Sequence[str], params: Mapping[str, PyTree], **options: Any
-) -> tuple[Pipeline, dict[str, PyTree]]:
+    model: Model, letters: Sequence[str], params: CanonicalParams, **options: Any
+) -> tuple[Pipeline, Params]:
     """A pipeline in which a layer of each letter is a stage of its own, and its placed shapes."""
     first, last = (letter if letter in model.stages else "" for letter in (FIRST, LAST))
     pipe = Pipeline(
@@ -429,7 +429,7 @@ def _of_letters(
 
 
 @outside_contexts
-def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> Params:
+def _placed(pipe: Pipeline, params: CanonicalParams) -> Params:
     """The placed shapes of parameters: the pipeline's mesh may be another than the caller's."""
     return pipe.place(jax.tree.map(shape_of, dict(params)))
 
@@ -440,8 +440,8 @@ def measure_stages(
     params: Params,
     batch: PyTree,
     *,
-    rng: Any = None,
-    state: Any = (),
+    rng: object = None,
+    state: PyTree = (),
     repeats: Count = 10,
     peak: Peak | None = None,
 ) -> Costs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -43,7 +43,7 @@ def split(module: object) -> tuple[PyTree, Rebuild]:
     """
     rest = jax.tree.map(lambda leaf: None if _is_array(leaf) else leaf, module)
 
-    def rebuild(arrays: PyTree) -> Any:
+    def rebuild(arrays: PyTree) -> object:
         return jax.tree.map(
             lambda other, array: other if array is None else array,
             rest,
@@ -54,7 +54,7 @@ def split(module: object) -> tuple[PyTree, Rebuild]:
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, module), rebuild
 
 
-def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
+def stack(modules: Sequence[object]) -> tuple[PyTree, Rebuild]:
     """Stack modules that differ in their arrays alone: the layers of a model.
 
     Args:
@@ -84,8 +84,8 @@ def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
 
 
 def freeze_lowest(
-    model: Model, params: Mapping[str, PyTree], count: int
-) -> tuple[Model, dict[str, PyTree], Callable[[Mapping[str, PyTree]], dict[str, PyTree]]]:
+    model: Model, params: Params, count: int
+) -> tuple[Model, Params, Callable[[Params], Params]]:
     """Freeze the first `count` layers of a model that is given by letters.
 
     The frozen layers get letters that the model does not use, so layouts for the new model name
@@ -138,7 +138,7 @@ def freeze_lowest(
         if letter in others:
             tree[letter] = jax.tree.map(lambda leaf, cut=cut: leaf[cut:], whole)
 
-    def rejoin(params: Mapping[str, PyTree]) -> Params:
+    def rejoin(params: Params) -> Params:
         found = dict(params["stages"])
         for letter, new in renamed.items():
             parts = [found.pop(new), *([found[letter]] if letter in found else [])]

@@ -38,6 +38,7 @@ except ImportError as error:
     ) from error
 
 JobSlot: TypeAlias = tuple[int, int]  # a node of the job shop, and a microbatch
+Starts: TypeAlias = Mapping[JobSlot, cp_model.IntVar]
 # actions of a window, and of a table that is ordered as a whole once
 _MOST_FREE, _MOST_WHOLE = 160, 800
 _MOST_ACTIONS = 20_000  # of a table; a model of more takes longer to build than to solve
@@ -214,7 +215,7 @@ class _Problem(NamedTuple):
     def _length(self, slot: JobSlot) -> int:
         return int(self.shop.nodes[slot[0]].length)
 
-    def _precedences(self, model: Any, start: Mapping[JobSlot, Any], span: Any) -> None:
+    def _precedences(self, model: cp_model.CpModel, start: Starts, span: cp_model.IntVar) -> None:
         for source, target, lag, delay in self.shop.arcs:
             wait = self._length((source, 0)) + int(delay)
             for k in range(lag, self.shop.microbatches):
@@ -224,8 +225,8 @@ class _Problem(NamedTuple):
 
     def _one_machine(
         self,
-        model: Any,
-        start: Mapping[JobSlot, Any],
+        model: cp_model.CpModel,
+        start: Starts,
         before: Sequence[JobSlot],
         own: Sequence[JobSlot],
         after: Sequence[JobSlot],
@@ -240,8 +241,8 @@ class _Problem(NamedTuple):
 
     def _places(
         self,
-        model: Any,
-        start: Mapping[JobSlot, Any],
+        model: cp_model.CpModel,
+        start: Starts,
         before: Sequence[JobSlot],
         own: Sequence[JobSlot],
     ) -> None:
@@ -256,9 +257,9 @@ class _Problem(NamedTuple):
         begins = [slot for slot in own if nodes[slot[0]].begins]
         ends = [slot for slot in own if nodes[slot[0]].releases]
         held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
-        known: dict[tuple[JobSlot, JobSlot], Any] = {}
+        known: dict[tuple[JobSlot, JobSlot], cp_model.BoolVarT] = {}
 
-        def precedes(one: JobSlot, other: JobSlot) -> Any:
+        def precedes(one: JobSlot, other: JobSlot) -> cp_model.BoolVarT:
             """Whether `one` ends before `other` starts; if not, it starts after its end."""
             if (one, other) not in known:
                 known[one, other] = found = model.new_bool_var("")
@@ -280,7 +281,9 @@ class _Problem(NamedTuple):
             )
 
 
-def solved(model: Any, *, seconds: float, seed: int) -> tuple[Any, Any]:
+def solved(
+    model: cp_model.CpModel, *, seconds: float, seed: int
+) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
     """The solver after its search, and its status; the same for the same arguments."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # the result then depends on the seed alone
@@ -363,7 +366,7 @@ class _Turn:
         self.shop, self.each, self.least, self.most = shop, each, least, most
         self.lengths = [int(node.length) for node in shop.nodes]
         self.late = -(-cap // each) + 2  # turns that an action may start after the first
-        self.model: Any = cp_model.CpModel()
+        self.model = cp_model.CpModel()
         self.length = self._integer(most, least)
         self.rest = [[self._integer(most) for _ in range(each)] for _ in self.lengths]
         self.later = [[self._integer(self.late) for _ in range(each)] for _ in self.lengths]
@@ -403,7 +406,7 @@ class _Turn:
                 self.model.add(last >= end)
         self.model.minimize(last)
 
-    def _integer(self, most: int, least: int = 0) -> Any:
+    def _integer(self, most: int, least: int = 0) -> cp_model.IntVar:
         return self.model.new_int_var(least, most, "")
 
     def _precedences(self) -> None:

@@ -4,6 +4,7 @@ pipe axis.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -16,6 +17,8 @@ from .errors import Fits, PipelineError, set_typed
 from .model.calls import Context
 from .model.functions import Loss
 
+# Of a microbatch: "tokens", or "targets" and "weights".
+Tokens: TypeAlias = Mapping[str, Array]
 _Dim: TypeAlias = Annotated[int, Fits("0 for [V, d], or 1 for [d, V]", lambda dim: dim in (0, 1))]
 
 
@@ -65,7 +68,7 @@ class VocabEmbedding:
         set_typed(self, PipelineError)
 
     def __call__(
-        self, params: PyTree, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
+        self, params: PyTree, microbatch: Tokens, *, ctx: Context, shared: PyTree = ()
     ) -> Array:
         """The rows of a microbatch's tokens, the same on every device."""
         table, size = one_table("VocabEmbedding", params, shared, ctx)
@@ -133,7 +136,7 @@ class VocabHead:
         set_typed(self, PipelineError)
 
     def __call__(
-        self, params: PyTree, x: Array, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
+        self, params: PyTree, x: Array, microbatch: Tokens, *, ctx: Context, shared: PyTree = ()
     ) -> Any:
         """The loss of a microbatch, the same on every device; or (sum, count), and metrics, see
         above.
@@ -151,7 +154,7 @@ class VocabHead:
         return replace(self, loss=loss, has_metrics=has_metrics)
 
     def token_losses(
-        self, params: PyTree, x: Array, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
+        self, params: PyTree, x: Array, microbatch: Tokens, *, ctx: Context, shared: PyTree = ()
     ) -> tuple[Array, Array]:
         """(loss of each token, its weight), [...] each and the same on every device: for functions
         of your own under `jaxpipe.spread`.
@@ -159,7 +162,7 @@ class VocabHead:
         return self._tokens(params, x, microbatch, ctx, shared)[:2]
 
     def _tokens(
-        self, params: PyTree, x: Array, microbatch: PyTree, ctx: Context, shared: PyTree
+        self, params: PyTree, x: Array, microbatch: Tokens, ctx: Context, shared: PyTree
     ) -> tuple[Array, Array, Array | None]:
         """Of each token its loss, its weight, and, for metrics, whether its target has the highest
         logit.

@@ -76,7 +76,7 @@ class LinenUnit(Unit):
 
     rngs: tuple[str, ...]
     takes_sown: bool  # the call makes a loss of sown values
-    run = nn.intercept_methods(_without_metadata)(Unit.run)
+    run = nn.intercept_methods(_without_metadata)(Unit.run)  # the call is on bound modules
 
     def build(self, params: Vars, state: Vars, key: Any, *, training: bool) -> Modules:
         """The modules bound to variables.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, accumulator_dtype, is_key
+from ..arrays import Leaf, Leaves, Params, PyTree, Rng, accumulator_dtype, is_key
 from ..jaxprs.entry import Alone, Destination, Entry, Slot, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..model.arguments import StepArguments
@@ -87,13 +87,13 @@ class Region:
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
         return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
 
-    def in_slots(self, step: TracedStep, at: Any, inputs: Leaves, outputs: Leaves) -> InSlots:
+    def in_slots(self, step: TracedStep, at: jax.Array, inputs: Leaves, outputs: Leaves) -> InSlots:
         """The block on the slots `at` of its pools, which are among its outputs.  On TPUs
         accumulators are as the parameters are split.
         """
         split, alone = step.setup.target.on_tpus, _alone(step)
 
-        def slot(leaf: Any, value: SizedValue) -> Slot | Alone:
+        def slot(leaf: jax.Array, value: SizedValue) -> Slot | Alone:
             return Alone(leaf) if value.place in alone else Slot(leaf, at, value.entry)
 
         pools = {i: outputs[i] for i in self.changes}
@@ -112,9 +112,7 @@ class Region:
         return InSlots(self.jaxpr, arguments, targets)
 
 
-def traced(
-    pipe: Pipeline, params: Params, batch: PyTree, rng: jax.Array | None, state: Any
-) -> TracedStep:
+def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Rng, state: PyTree) -> TracedStep:
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
     """
@@ -169,7 +167,7 @@ def outer_blocks(step: TracedStep) -> list[Region]:
     """`first`, its gradient, `last` with its gradient."""
     setup, free = step.setup, SizedValue(None if step.setup.partition.auto_axes else _WHOLE)
 
-    def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Region:
+    def block(name: str, jaxpr: core.Jaxpr, code: StageCode, before: int | None = None) -> Region:
         """A block with gradients of parameters after so many results; None: without gradients."""
         key = name.split()[0]
         specs = outer_specs(setup, key)
@@ -208,7 +206,7 @@ def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
         yield next(cotangents) if inexact(aval) else Entry(tuple(aval.shape))
 
 
-def compile_blocks(step: TracedStep, *blocks: Region) -> Any:
+def compile_blocks(step: TracedStep, *blocks: Region) -> jax.stages.Compiled:
     """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
     most one trip.
 
@@ -255,7 +253,7 @@ def _alone(step: TracedStep) -> Set[Place]:
     return frozenset(TOGETHER if step.program.together else ())
 
 
-def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Any, PartitionSpec | None]:
+def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Leaf, PartitionSpec | None]:
     """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
     slots; of one, where the step has one: XLA copies no slot of an only one.
     """
@@ -295,7 +293,7 @@ def call_of(compiled: jax.stages.Compiled, changes: Sequence[int]) -> Callable[[
     return call
 
 
-def _value(aval: Any) -> Any:
+def _value(aval: jax.ShapeDtypeStruct) -> jax.Array:
     """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
     for other types.
     """

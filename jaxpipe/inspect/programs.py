@@ -158,7 +158,7 @@ class GpuProgram(CompiledProgram):
 
 
 def compile_and_read(
-    lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None
+    lowered: jax.stages.Lowered, options: Mapping[str, str | bool] | None = None
 ) -> GpuProgram:
     """Compile and read the result of `pipe.lower(...)` or `jax.jit(f).lower(...)`, with XLA options
     added to its own.
@@ -311,7 +311,7 @@ class TpuProgram(CompiledProgram):
         return max((sum(a.padded_nbytes - a.nbytes for a in own) for own in carried), default=0)
 
 
-def program_of(compiled: Any, target: Target) -> CompiledProgram:
+def program_of(compiled: jax.stages.Compiled, target: Target) -> CompiledProgram:
     """A compiled step of a target, with the figures that its text alone has."""
     return TpuProgram(compiled, target.chip) if target.on_tpus else CompiledProgram(compiled)
 

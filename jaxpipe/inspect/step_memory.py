@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree, accumulator_dtype, shape_of
+from ..arrays import Avals, Leaf, Params, PyTree, Rng, accumulator_dtype, shape_of
 from ..errors import Fits, PipelineError, typed
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
@@ -92,7 +92,7 @@ def temp(step: TracedStep, *blocks: Region) -> int:
 
 @outside_contexts
 def memory(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: jax.Array | None = None, state: Any = ()
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Rng = None, state: PyTree = ()
 ) -> dict[str, int]:
     """Bytes that a step takes on one device by purpose, and their "total".
 
@@ -138,15 +138,15 @@ def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     return {**parts, "total": int(found.total)}
 
 
-def placed_shapes(setup: Setup, params: Params) -> dict[str, PyTree]:
+def placed_shapes(setup: Setup, params: Params) -> Params:
     """Parameters as shapes, with the shardings that a step has."""
-    found: dict[str, PyTree] = jax.tree.map(
+    found: Params = jax.tree.map(
         with_sharding, with_outer(params), setup.partition.shardings(setup.plans)
     )
     return found
 
 
-def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state: PyTree) -> Sizes:
+def step_sizes(step: TracedStep, params: Params, batch: PyTree, state: PyTree) -> Sizes:
     """Sizes of a traced model on one device, from `placed_shapes` of its parameters."""
     setup, code, program = step.setup, step.code, step.program
     buffers = step.buffers
@@ -157,6 +157,7 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))
     apart, late = _made_late(step, params)
+    summed, ends = _summed(step, params, work)
     stages = held_bytes(setup, params["stages"], setup.plans["stages"])
     return Sizes(
         **held_bytes(setup, params, setup.plans),
@@ -171,7 +172,8 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
         work=max(work.values(), default=0),
-        **_summed(step, params, work),
+        summed=summed,
+        ends=ends,
     )
 
 
@@ -188,7 +190,7 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     return (own + cut) // setup.data_size + every - own
 
 
-def _made_late(step: TracedStep, params: Mapping[str, PyTree]) -> tuple[int, int]:
+def _made_late(step: TracedStep, params: Params) -> tuple[int, int]:
     """Bytes of the gradients of stacks of which each layer has an accumulator of its own, and of
     all that are made after the ticks: those, and what is reduced to parts.
     """
@@ -210,7 +212,7 @@ def _made_late(step: TracedStep, params: Mapping[str, PyTree]) -> tuple[int, int
     return apart, late
 
 
-def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
+def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Leaf, LeafPlan]]:
     """Each leaf of parameters with its plan."""
     return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
 
@@ -258,7 +260,7 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
 
     kept = (*RESIDUALS, *((Place.STASH,) if splits else ()))
 
-    def copies(avals: Mapping[Place, Sequence[Any]]) -> int:
+    def copies(avals: Mapping[Place, Avals]) -> int:
         return sum(
             nbytes(aval)
             for pool in kept
@@ -277,17 +279,18 @@ def local_bytes(leaf: Any) -> int:
     return tiled_bytes(own, leaf.dtype.itemsize, tile)
 
 
-def gradient_bytes(setup: Setup, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+def gradient_bytes(setup: Setup, leaf: Leaf) -> int:
     """Bytes of one device's part of its accumulator."""
     wide = accumulator_dtype(leaf.dtype, setup.accumulate).itemsize
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
 def _summed(
-    step: TracedStep, params: Mapping[str, PyTree], work: Mapping[str, int]
-) -> dict[str, Any]:
-    """Room for the results of sums of gradients, where they are arrays of their own: on CPU
-    devices, and on TPUs small ones, whose accumulators of the ticks have room too.
+    step: TracedStep, params: Params, work: Mapping[str, int]
+) -> tuple[int, tuple[int, ...]]:
+    """`Sizes.summed` and `.ends`: room for the results of sums of gradients, where they are arrays
+    of their own: on CPU devices, and on TPUs small ones, whose accumulators of the ticks have room
+    too.
 
     On CPU devices the room of the ticks' values is free by then.  XLA reuses it for the largest
     result that fits: the gradient of the own parameters of `last`.
@@ -295,7 +298,7 @@ def _summed(
     target, most = step.setup.target, max(work.values(), default=0)
     if not target.on_cpus:
         small = (_summed_bytes(step, key, params[key], most=PART) for key in params)
-        return {"ends": (sum(small),)} if target.on_tpus else {}
+        return 0, (sum(small),) if target.on_tpus else ()
     sizes = {key: _summed_bytes(step, key, params[key]) for key in params}
     ends: tuple[int, ...] = ()
     if any(size for key, size in sizes.items() if key != "stages"):
@@ -308,7 +311,7 @@ def _summed(
             for block in outer_blocks(step)
             if block.gradients
         )
-    return {"summed": sum(sizes.values()), "ends": ends}
+    return sum(sizes.values()), ends
 
 
 def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.inf) -> int:
@@ -326,7 +329,7 @@ def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.i
     )
 
 
-def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
+def _gathered(step: TracedStep, params: Params) -> int:
     """Bytes of parameters that are gathered over their manual axes, and of their accumulators; of
     stages, those that the rooms hold where they take turns in them.
     """
@@ -348,7 +351,7 @@ def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     return found
 
 
-def _read_in_ticks(step: TracedStep, params: Mapping[str, PyTree]) -> dict[str | int, set[int]]:
+def _read_in_ticks(step: TracedStep, params: Params) -> dict[str | int, set[int]]:
     """By part of the model, or chunk: the arrays of parameters that blocks read, and not only what
     is hoisted from them.
     """
@@ -376,7 +379,7 @@ def _in_chunks(
             yield chunk, kind, kind.places(layout.held(stage, stages).places)
 
 
-def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -> int:
+def hoisted_bytes(step: TracedStep, code: StageCode, specs: Sequence[PartitionSpec]) -> int:
     """Bytes of the values that a stage, `first` or `last` computes once a step from parameters with
     these splits.
     """
@@ -428,7 +431,7 @@ def traced_memory(
     microbatch: PyTree,
     *,
     mesh: Mesh,
-    **options: Any,
+    **options: object,
 ) -> Callable[[PipelinePlan], dict[str, int]]:
     """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
 

@@ -105,7 +105,7 @@ from .hlo import steady
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 
 
-def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> dict[str, Any]:
+def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> dict[str, float]:
     """Simulate a plan and the plan of 1F1B; `costs` in seconds, `ASSUMED` without any.
 
     It loses to 1F1B where that is faster, and would be slower if predicates took no time.
@@ -177,7 +177,7 @@ def report(
     )
     times = dict.fromkeys(("seconds", "predicate_seconds", "loses_to_1f1b"))
     if not target.on_cpus:
-        times = step_time(plan, target.overheads, pipe.costs)
+        times |= step_time(plan, target.overheads, pipe.costs)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
@@ -200,7 +200,7 @@ def report(
     }
 
 
-def _program(plan: Plan, program: Program) -> dict[str, Any]:
+def _program(plan: Plan, program: Program) -> dict[str, object]:
     """The table and the program."""
     schedule = plan.ticks.schedule
     return {
@@ -217,7 +217,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
+def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, object]:
     """Pools, residuals and transfers."""
     code = traced.code
     program, buffers = traced.program, traced.buffers
@@ -244,7 +244,7 @@ def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _xla(program: programs.CompiledProgram) -> dict[str, Any]:
+def _xla(program: programs.CompiledProgram) -> dict[str, float | None]:
     """XLA's figures; None where a backend has none."""
     memory, cost = program.memory, program.compiled.cost_analysis() or {}
     sizes = {
@@ -263,9 +263,9 @@ def _compiled(lowered: jax.stages.Lowered, target: Target) -> programs.CompiledP
     return programs.program_of(lowered.compile(), target)
 
 
-def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, Any]:
+def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, object]:
     """Counts in the text of a program; None where there is no reader for it."""
-    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes"))
+    found: dict[str, object] = dict.fromkeys(("host_waits", "cycles", "padding_bytes"))
     if isinstance(program, programs.GpuProgram):
         found["host_waits"] = round(host_waits(program, schedule))
     elif isinstance(program, programs.TpuProgram):
@@ -343,7 +343,7 @@ def profile(
     batch: PyTree,
     *,
     rng: Any = None,
-    state: Any = (),
+    state: PyTree = (),
     repeats: Count = 3,
 ) -> Timeline:
     """Run the step and return when each action really began and ended, in seconds: a timeline like
@@ -365,7 +365,7 @@ def profile(
     """
     events: list[Event] = []
 
-    def note(numbers: jax.Array, _wrote: object) -> Any:
+    def note(numbers: jax.Array, _wrote: object) -> np.int32:
         events.append((time.perf_counter(), *np.asarray(numbers).tolist()))
         return np.int32(0)
 
@@ -424,7 +424,7 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
     return Timeline(schedule, costs, Transfers.ASYNC, begin, end)
 
 
-def _costs(schedule: Schedule, times: Any, unit: str) -> Costs:
+def _costs(schedule: Schedule, times: np.ndarray, unit: str) -> Costs:
     """The median time of each stage's actions in the run, and of each device's shares; transfers
     are in the gaps.
     """
