@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
-from ..arrays import PyTree, by_path
+from ..arrays import by_path
 from ..errors import CheckpointError, is_whole, quoted
 from ..model.settings import with_sharding
 from ..pipeline import Pipeline
-from .portable import PortableState
+from .portable import PortableState, RunState
 
 try:
     import orbax.checkpoint as ocp
@@ -26,6 +26,7 @@ except ImportError as error:
     ) from error
 
 
+StoredLeaves: TypeAlias = dict[str, list[object]]  # by path
 _LAYERS = 3  # of orbax, that keep an error of the last save each, and raise it when they are closed
 
 
@@ -109,7 +110,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         steps = sorted(self._manager.all_steps())
         return tuple(s for s in steps if s != self._writing or (self._folder / str(s)).exists())
 
-    def save(self, step: int, state: Mapping[str, PyTree]) -> None:
+    def save(self, step: int, state: RunState) -> None:
         """Write a state; returns when it is copied, so that its buffers may be donated at once.  A
         step that exists already stays unchanged.
 
@@ -121,11 +122,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         """
         self.wait()
         canonical = self._portable.of(state)
-        about = {"leaves": _leaves(canonical)}
+        leaves = _leaves(canonical)
         CheckpointError.refuse(
             "orbax writes no arrays of size 0; put None in their place, or leave out the "
             "parameters that they belong to",
-            [f"{name} is {_aval(leaf)}" for name, leaf in about["leaves"].items() if 0 in leaf[1]],
+            [f"{n} is {_aval(leaves[n])}" for n, a in by_path(canonical).items() if 0 in a.shape],
         )
         if not is_whole(step) or step < 0:
             raise CheckpointError(f"a step is a whole number from 0 on, but got {quoted(step)}")
@@ -145,13 +146,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(canonical), about=ocp.args.JsonSave(about)
+                    state=ocp.args.StandardSave(canonical),
+                    about=ocp.args.JsonSave({"leaves": leaves}),
                 ),
             )
 
-    def restore(
-        self, like: Mapping[str, PyTree], *, step: int | None = None
-    ) -> tuple[int, dict[str, PyTree]]:
+    def restore(self, like: RunState, *, step: int | None = None) -> tuple[int, RunState]:
         """(step, state) of the newest or a given step, laid out and spread like `like`.
 
         Where the newest one is damaged (files that are empty, cut off or gone), a warning names it
@@ -263,7 +263,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         )
         return ocp.CheckpointManager(self._folder, options=options)
 
-    def _read(self, step: int, target: PyTree, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def _read(self, step: int, target: RunState, like: RunState) -> RunState:
         """The state of a step; DamagedCheckpointError where its files cannot be read."""
         stored = self._restored(step, about=ocp.args.JsonRestore())["leaves"]
         self._check(step, _leaves(target), stored)
@@ -281,9 +281,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 f"({_reason(error)})"
             ) from error
 
-    def _check(
-        self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]
-    ) -> None:
+    def _check(self, step: int, wanted: StoredLeaves, stored: StoredLeaves) -> None:
         """CheckpointError listing every leaf that differs."""
         shapes = [{n: shape for n, (_, shape) in of.items()} for of in (wanted, stored)]
         cause = (
@@ -307,7 +305,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         )
 
 
-def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
+def _leaves(canonical: RunState) -> StoredLeaves:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
     return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in by_path(canonical).items()}
 
@@ -320,10 +318,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:400]}"
 
 
-def _aval(entry: list[Any] | None) -> str:
+def _aval(entry: list[object] | None) -> str:
     return "none" if entry is None else f"{entry[0]}{entry[1]}"
 
 
-def _shape_of(leaf: object) -> Any:
+def _shape_of(leaf: object) -> object:
     """An array without its numbers; numbers as they are."""
     return with_sharding(leaf, leaf.sharding) if isinstance(leaf, jax.Array) else leaf

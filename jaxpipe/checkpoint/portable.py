@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from ..arrays import LeafPath, PyTree, is_key, path_text, shapes_of, words_of
+from ..arrays import LeafPath, Params, PyTree, is_key, path_text, shapes_of, words_of
 from ..errors import CheckpointError
 from ..model.settings import explicit_context, has, jit_on_mesh
 from ..pipeline import Pipeline
@@ -21,6 +20,8 @@ from ..storage.packed import Packed
 from ..storage.placer import Placer
 
 OWN_STATE = "state"
+# What a run keeps: parameters under "params", and trees of arrays and numbers by any other name.
+RunState: TypeAlias = "dict[str, PyTree]"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PortableState:
     pipe: Pipeline | None
     layer_axis: bool = False
 
-    def of(self, state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def of(self, state: RunState) -> RunState:
         """The canonical layout; stages are spread over the pipe axis, parts without parameters left
         out, the rest on the host.
 
@@ -68,9 +69,7 @@ class PortableState:
         found = jax.tree_util.tree_map_with_path(outside, state, follows, is_leaf=is_params)
         return dict(found)
 
-    def placed(
-        self, canonical: Mapping[str, PyTree], like: Mapping[str, PyTree]
-    ) -> dict[str, PyTree]:
+    def placed(self, canonical: RunState, like: RunState) -> RunState:
         """The inverse: a state with the structure of `like`, parameters and what follows them
         spread as parameters are.
         """
@@ -90,7 +89,7 @@ class PortableState:
         state = jax.tree.map(inside, like, self._follows(like), values, is_leaf=is_params)
         return {key: value["stages"] if key == OWN_STATE else value for key, value in state.items()}
 
-    def _follows(self, state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def _follows(self, state: RunState) -> RunState:
         """The state with a `Follow` for each leaf of trees laid out like parameters; None for
         others.
 
@@ -138,7 +137,7 @@ class PortableState:
         CheckpointError.refuse("this state has no canonical layout", faults)
         return dict(found)
 
-    def _owner_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
+    def _owner_faults(self, node: Params, name: str) -> list[str]:
         if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
             return []
         return owner_faults(node["stages"], self.pipe.layout, name, "place")
@@ -147,7 +146,7 @@ class PortableState:
     def _placer(self) -> Placer | None:
         return None if self.pipe is None else Placer(self.pipe.partition)
 
-    def _from_host(self, value: Any, like: Any) -> Any:
+    def _from_host(self, value: Any, like: object) -> object:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""
         if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
             return type(like)(value) if isinstance(like, int | float) else value
@@ -162,7 +161,7 @@ class PortableState:
         return jax.device_put(value, to)
 
 
-def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def _wrapped(state: RunState) -> RunState:
     """The stages' own state in the form of parameters."""
     return {key: {"stages": value} if key == OWN_STATE else value for key, value in state.items()}
 
@@ -185,7 +184,7 @@ def _check_single_values(path: LeafPath, stages: PyTree, follows: PyTree) -> Non
             )
 
 
-def _plain_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
+def _plain_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     """Where a plain program's array is."""
     return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
 
@@ -200,8 +199,7 @@ def _reshaped(leaf: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) ->
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=to)
 
 
-def _on_host(leaf: Any) -> Any:
+def _on_host(leaf: object) -> np.ndarray:
     """As numpy; a key as its words."""
-    shape = isinstance(leaf, jax.ShapeDtypeStruct)
-    leaf = words_of(leaf)
-    return np.zeros(leaf.shape, leaf.dtype) if shape else np.asarray(leaf)
+    shape, words = isinstance(leaf, jax.ShapeDtypeStruct), words_of(leaf)
+    return np.zeros(words.shape, words.dtype) if shape else np.asarray(words)

@@ -236,7 +236,7 @@ def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> No
     terminal.write(f"costs and activations of a P-th of the model: {texts}")
 
 
-def _sums(t: Timeline, share: float) -> dict[str, Any]:
+def _sums(t: Timeline, share: float) -> dict[str, object]:
     names = ("makespan", "span", "bubble", "peak_activations")
     sums = {name: getattr(t, name) for name in names}
     return sums | {"peak_memory": [held * share for held in t.peak_memory]}
@@ -285,7 +285,7 @@ def _format_of(output: str, among: Collection[str] = _FORMATS.values()) -> str:
     )
 
 
-def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
+def _schedule_facts(schedule: Schedule) -> dict[str, object]:
     return {
         "name": schedule.name,
         "devices": schedule.num_devices,
@@ -299,7 +299,7 @@ def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _cost_facts(costs: Costs) -> dict[str, Any]:
+def _cost_facts(costs: Costs) -> dict[str, object]:
     return vars(costs) | {"release": costs.release.value}
 
 

@@ -301,7 +301,7 @@ def write(text: str) -> None:
     sys.stdout.write(text.removesuffix("\n") + "\n")
 
 
-def write_json(**facts: Any) -> None:
+def write_json(**facts: object) -> None:
     """Print facts as one JSON object."""
     write(json.dumps(facts))
 

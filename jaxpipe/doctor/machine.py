@@ -180,7 +180,7 @@ def refusal(options: Options) -> str:
     return ""
 
 
-def judge_accepted(wanted: Mapping[str, Any], refused: Mapping[str, str]) -> Line:
+def judge_accepted(wanted: Options, refused: Mapping[str, str]) -> Line:
     """A line about options that XLA does not take."""
     taken, all_of_them = len(wanted) - len(refused), f"{len(wanted)} of {len(wanted)}"
     reasons = [f"{name}: {reason}" for name, reason in refused.items()]
@@ -315,12 +315,12 @@ def _matmuls(w: jax.Array) -> Any:
 
 
 def _overlap(
-    work: Callable[[Any], Any],
-    transfer: Callable[[Any], Any],
+    work: Callable[[jax.Array], object],
+    transfer: Callable[..., object],
     w: jax.Array,
-    x: Any,
+    x: object,
     repeats: int,
-    mapped: Callable[[Any], Any] = lambda function: function,
+    mapped: Callable[[Callable[..., object]], Any] = lambda function: function,
 ) -> dict[str, float]:
     """The seconds of work, of a transfer ("hop"), and of both in one program.
 

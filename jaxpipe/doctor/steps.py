@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from .. import inspect
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..cli.checks import Findings, Line, Scope, at, judged, not_tried, one_device
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
@@ -33,6 +33,8 @@ from ..schedules.registry import build
 from ..spmd.xla import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
 
+Batch: TypeAlias = dict[str, np.ndarray]
+Result: TypeAlias = tuple[jax.Array, Params]  # the loss, and gradients
 WIDTH, WORDS, TOKENS = 16, 32, 8
 ROWS = 2  # of a microbatch
 TOLERANCE = 1e-4  # float32, sums of some hundred numbers in another order
@@ -92,10 +94,10 @@ def numbers(
 
 def judge(
     item: str,
-    step: Callable[[Any, Any], tuple[Any, PyTree]],
-    params: PyTree,
-    batches: Sequence[PyTree],
-    expected: Sequence[tuple[Any, PyTree]],
+    step: Callable[[Params, Batch], Result],
+    params: Params,
+    batches: Sequence[Batch],
+    expected: Sequence[Result],
     count: int,
     close: Sequence[str] = (),
 ) -> Line:
@@ -125,7 +127,7 @@ def judge(
 
 
 @jax.jit
-def _distance(result: PyTree, expected: PyTree) -> Any:
+def _distance(result: PyTree, expected: PyTree) -> jax.Array:
     """The largest difference of a leaf, relative to the leaf's largest number."""
     each = jax.tree.map(
         lambda a, b: jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30),
@@ -136,7 +138,7 @@ def _distance(result: PyTree, expected: PyTree) -> Any:
 
 
 @partial(jax.jit, static_argnames="close")
-def _same(result: PyTree, expected: PyTree, *, close: tuple[str, ...]) -> Any:
+def _same(result: Result, expected: Result, *, close: tuple[str, ...]) -> jax.Array:
     (loss, grads), (expected_loss, expected_grads) = result, expected
     each = [loss == expected_loss]
     for part, own in grads.items():
@@ -146,11 +148,11 @@ def _same(result: PyTree, expected: PyTree, *, close: tuple[str, ...]) -> Any:
     return jnp.all(jnp.stack(each))
 
 
-def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]:
+def small_model(stages: int, *, spread: bool) -> tuple[Model, Params]:
     """Two layers a stage, an embedding and a head, with canonical parameters."""
     draw = np.random.default_rng(0)
 
-    def numbers(*shape: int) -> Any:
+    def numbers(*shape: int) -> np.ndarray:
         return np.asarray(0.3 * draw.standard_normal(shape), np.float32)
 
     def block(p: jax.Array, x: jax.Array) -> jax.Array:
@@ -176,7 +178,7 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
     return Model(block, first=embed, last=head), weights
 
 
-def _batch(microbatches: int, seed: int) -> dict[str, np.ndarray]:
+def _batch(microbatches: int, seed: int) -> Batch:
     """Rows without repeated words in a microbatch, so that no sum depends on an order."""
     draw = np.random.default_rng(seed)
     each = [draw.permutation(WORDS)[: ROWS * TOKENS] for _ in range(microbatches)]
@@ -199,16 +201,16 @@ _REPORT = "take options that change collectives out of XLA_FLAGS, and try anothe
 _MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # limits, as multiples of the expected figure
 
 
-def _block(stage: PyTree, x: jax.Array) -> Any:
+def _block(stage: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """MLPs with a residual."""
 
-    def layer(x: jax.Array, p: jax.Array) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
 
     return lax.scan(layer, x, stage)[0]
 
 
-def _loss(_: PyTree, x: jax.Array, microbatch: PyTree) -> jax.Array:
+def _loss(_: object, x: jax.Array, microbatch: dict[str, jax.Array]) -> jax.Array:
     return jnp.mean(jnp.square(x - microbatch["y"]).astype(jnp.float32))
 
 
@@ -218,7 +220,7 @@ MICROBATCHES = 8
 
 def step_of(
     mesh: Mesh, *, layers: int = 1, chunks: int = 1, costs: Costs | None = None
-) -> tuple[Pipeline, PyTree, dict[str, Any]]:
+) -> tuple[Pipeline, Params, Batch]:
     """A step of 1F1B: the pipeline, the shapes of its parameters, and a batch.  Layers have width
     2048 and 34 million parameters each; small ones are on CPU devices.
     """
@@ -291,7 +293,7 @@ def speed(scope: Scope, mesh: Mesh) -> Findings:
     """Compare one device with 1 and 4 chunks with plain accumulation: as a ratio, and as MFU."""
     one = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
     device = one.devices.flat[0]
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Callable[[], object]] = {}
     for chunks in (4, 1):
         at(f"compiling {chunks} chunks")
         pipe, weights, batch = step_of(one, layers=4, chunks=chunks)
@@ -306,15 +308,15 @@ def speed(scope: Scope, mesh: Mesh) -> Findings:
     return Findings(judge_speed(seconds, flops, rate))
 
 
-def filled(shapes: PyTree) -> PyTree:
+def filled(shapes: Params) -> Any:
     """Arrays of these shapes and shardings."""
     return jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype, device=s.sharding), shapes)
 
 
-def _accumulated(params: PyTree, batch: PyTree) -> Any:
+def _accumulated(params: Params, batch: Batch) -> tuple[Params, jax.Array]:
     """Gradients of one microbatch after the other, summed in float32."""
 
-    def one(total: PyTree, microbatch: PyTree) -> tuple[PyTree, Any]:
+    def one(total: Params, microbatch: Batch) -> tuple[Params, jax.Array]:
         loss, grads = jax.value_and_grad(MODEL.loss)(params, microbatch)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads), loss
 

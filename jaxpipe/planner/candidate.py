@@ -114,7 +114,7 @@ class PipelinePlan:
         table = with_rooms(self.schedule, self.max_active)
         return Pipeline(model, table, mesh, **mine | options)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """The plan's fields as values that JSON can hold."""
         own = ("label", "layout", "remat", "spread", "offload", "seconds", "lower_bound", "why")
         return {name: getattr(self, name) for name in (*own, "fsdp", "max_active")} | {

@@ -33,13 +33,13 @@ from .request import (
 @typed(PlanError)
 def plan(
     model: Annotated[
-        Any,  # a text or a Model
+        object,  # a text or a Model
         Fits(
             "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
             lambda model: isinstance(getattr(model, "layers", model), str),
         ),
     ],
-    costs: Annotated[Mapping[Any, Any], Fits("a mapping, {'t': jaxpipe.LayerCost(...)}")],
+    costs: Annotated[Mapping[Any, object], Fits("a mapping, {'t': jaxpipe.LayerCost(...)}")],
     *,
     devices: Count,
     microbatches: Annotated[
@@ -72,7 +72,7 @@ def plan(
     within: Above0 | None = None,
     progress: Callable[[int, int], None] | None = None,
     traced: Callable[[PipelinePlan], Mapping[str, int]] | None = None,
-    mesh: Any = None,
+    mesh: object = None,
     axis: str = "pipe",
     data_axes: Names = (),
 ) -> Plans:

@@ -98,10 +98,10 @@ def requests(arguments: Mapping[str, Any]) -> list[Request]:
 
 
 def _by_number(
-    microbatches: Any, costs: Mapping[Any, Any], transfer: Any
-) -> dict[int, tuple[Mapping[Any, Any], Any]]:
+    microbatches: int | Sequence[int], costs: Mapping[Any, Any], transfer: Any
+) -> dict[int, tuple[Mapping[str, LayerCost], float]]:
     """For each number of microbatches the costs, and the seconds of a hop."""
-    if is_whole(microbatches):
+    if isinstance(microbatches, int):
         wrong = ["costs are"] * any(map(is_whole, costs))
         wrong += ["transfer is"] * isinstance(transfer, Mapping)
         _refuse(
@@ -132,7 +132,7 @@ def _by_number(
 
 def _request(
     arguments: Mapping[str, Any],
-    costs: Mapping[str, Any],
+    costs: Mapping[str, LayerCost],
     microbatches: int,
     transfer: float,
     slices: int,

@@ -94,7 +94,7 @@ def _slices(
         yield _event("X", first + bar.device, str(bar.action), **place, args=args)
 
 
-def _event(phase: str, process: int, name: str, **more: Any) -> TraceEvent:
+def _event(phase: str, process: int, name: str, **more: object) -> TraceEvent:
     return {"ph": phase, "pid": process, "name": name, **more}
 
 
@@ -244,7 +244,7 @@ def _data(chart: Chart) -> dict[str, object]:
     """The data with which the page's script finds the bar under the pointer: geometry, and the bars
     of each device in order.
     """
-    rows: list[list[Any]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
+    rows: list[list[object]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
     for bar in chart.bars:
         (stage, kind, microbatch), part = bar.action, bar.part.value
         row = (bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, part)
