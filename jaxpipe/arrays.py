@@ -49,7 +49,9 @@ def by_path(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> di
     return {path_text(path): leaf for path, leaf in leaves}
 
 
-def followed(path: str, shape: tuple[int, ...] | None, known: Mapping[str, Any]) -> Any:
+def followed[K: tuple[object, ...]](
+    path: str, shape: tuple[int, ...] | None, known: Mapping[str, K]
+) -> K | None:
     """The known parameter, (shape, ...) by path, that a leaf of an optimizer's state follows: of
     this shape, with a path that is the end of this one.  None where there is none.
     """
@@ -61,7 +63,7 @@ def followed(path: str, shape: tuple[int, ...] | None, known: Mapping[str, Any])
     return known[max(names, key=len)] if names else None
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_of(leaf: Leaf | complex) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a leaf."""
     dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
@@ -73,9 +75,10 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 
-def without_numpy(tree: PyTree) -> PyTree:
+def without_numpy[T](tree: T) -> T:
     """The tree with arrays of JAX in the place of numpy's, which take no traced index."""
-    return jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, tree)
+    own: T = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, tree)
+    return own
 
 
 def zeros_of(shapes: PyTree) -> PyTree:
@@ -88,7 +91,7 @@ def is_key(leaf: object) -> bool:
     return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
 
-def as_dtype(value: Any, dtype: DTypeLike) -> Array:
+def as_dtype(value: Array, dtype: DTypeLike) -> Array:
     """The value as an array of a dtype.  Keys stay as they are: JAX cannot convert them."""
     return value if is_key(value) else jnp.asarray(value).astype(dtype)
 
@@ -101,14 +104,15 @@ def words_of(leaf: object) -> Any:
     return words(leaf) if isinstance(leaf, Array) else jax.eval_shape(words, leaf)
 
 
-def with_words(function: Callable[..., Any], leaf: Array) -> Any:
+def with_words[A](function: Callable[[Array], A], leaf: Array) -> A | Array:
     """What a function makes of an array, or of the words of keys, as keys again."""
     if not is_key(leaf):
         return function(leaf)
-    return jax.random.wrap_key_data(function(words_of(leaf)), impl=jax.random.key_impl(leaf))
+    words = jnp.asarray(function(words_of(leaf)))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
 
 
-def whole(leaf: Array, axes: str | tuple[str, ...]) -> Any:
+def whole(leaf: Array, axes: str | tuple[str, ...]) -> Array:
     """A leaf on all devices, where one of them has it and the others have zeros, False, or keys of
     zeros.
     """
@@ -121,14 +125,16 @@ def whole(leaf: Array, axes: str | tuple[str, ...]) -> Any:
     return with_words(summed, leaf)
 
 
-def in_rows(tree: PyTree) -> PyTree:
+def in_rows[T](tree: T) -> T:
     """Leaves [parts, rows, ...] -> [parts * rows, ...]; a leaf [parts] stays as it is."""
-    return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), tree)
+    rows: T = jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), tree)
+    return rows
 
 
-def stacked(trees: Sequence[PyTree]) -> PyTree:
+def stacked[T](trees: Sequence[T]) -> T:
     """One tree of leaves [number of trees, ...]."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    stack: T = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return stack
 
 
 def by_index(tree: PyTree, name: str) -> dict[str, Any]:
@@ -179,7 +185,7 @@ _NO_NUMBERS = {"O": "objects", "U": "strings", "S": "bytes", "M": "dates", "m": 
 _ARRAYS = (Array, jax.ShapeDtypeStruct, bool, int, float, complex)
 
 
-def array_faults(tree: PyTree, name: str) -> list[str]:
+def array_faults(tree: object, name: str) -> list[str]:
     """Leaves that JAX cannot take, by type: tensors of another library, strings, objects."""
     odd: dict[str, list[str]] = {}
     for where, leaf in by_index(tree, name).items():
@@ -199,7 +205,7 @@ def array_faults(tree: PyTree, name: str) -> list[str]:
     ]
 
 
-def described(tree: PyTree, most: int = 8) -> str:
+def described(tree: object, most: int = 8) -> str:
     """Leaves by path, dtype and shape, the first of them: "w float32[3, 3], b float32[3]"."""
     leaves = by_path(tree)
     texts = [

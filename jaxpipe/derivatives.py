@@ -11,12 +11,13 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from .arrays import Params, PyTree, by_path
+from .arrays import ByPart, Params, StepResults, by_path
 from .errors import PipelineError
+from .model.arguments import StepArguments
 from .model.settings import on_mesh_of
 
-# Of parameters, batch, key, state and scale: results and gradients.
-RunStep: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
+# Results and gradients of placed arguments.
+RunStep: TypeAlias = Callable[[StepArguments], StepResults]
 
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
@@ -50,7 +51,7 @@ mlir.register_lowering(_once, lambda _, x: [x])
 
 
 def differentiable_loss(
-    value: RunStep, step: RunStep, replaced: Callable[[Params], PyTree]
+    value: RunStep, step: RunStep, replaced: Callable[[Params], ByPart]
 ) -> RunStep:
     """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
     cotangent; the next values of leaves that are `replaced` (of parameters, a tree of flags) are
@@ -61,41 +62,42 @@ def differentiable_loss(
     """
 
     @jax.custom_vjp
-    def results(*arguments: PyTree) -> Any:
-        return value(*arguments)[0]
+    def results(given: StepArguments) -> dict[str, Any]:
+        return value(given)[0]
 
-    def forward(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
-        rest = dict(zip(("batch", "rng", "state", "scale"), arguments[1:], strict=True))
+    def forward(given: StepArguments) -> tuple[dict[str, Any], tuple[Params, Params]]:
         PipelineError.refuse(
             "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
             "differentiated (compute them in `first`, from its parameters, or put "
             "jax.lax.stop_gradient around them)",
-            _moving(rest),
+            _moving(given._replace(params={})),
         )
-        params, *others = _plain(arguments)
-        found, grads = step(params, *others)
+        plain = _plain(given)
+        found, grads = step(plain)
         # Under a second reverse, JAX would name a loop of the program.
         grads = jax.tree.map(_once.bind, grads)
-        return {**found, "loss": _once.bind(found["loss"])}, (params, grads)
+        return {**found, "loss": _once.bind(found["loss"])}, (plain.params, grads)
 
-    def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
+    def backward(
+        kept: tuple[Params, Params], cotangents: dict[str, Any]
+    ) -> tuple[StepArguments | None]:
         params, grads = kept
         outside = cotangents["loss"]
 
-        def scaled(param: jax.Array, grad: jax.Array | None, is_next: bool) -> Any:
+        def scaled(param: jax.Array, grad: jax.Array | None, is_next: bool) -> jax.Array | None:
             if grad is None or isinstance(outside, SymbolicZero):
                 return None  # zeros
             found = grad if is_next else grad * jnp.asarray(outside, grad.dtype)
             return on_mesh_of(param, found.astype(param.dtype))
 
-        nothing = (None, None, None, None)  # for batch, rng, state and scale
-        return jax.tree.map(scaled, params, grads, replaced(params)), *nothing
+        found = jax.tree.map(scaled, params, grads, replaced(params))
+        return (StepArguments(found, batch=None, state=None),)  # None for all but the parameters
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
-    def run(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
+    def run(given: StepArguments) -> StepResults:
         try:
-            found = results(*arguments)
+            found = results(given)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -108,12 +110,12 @@ def differentiable_loss(
 def without_gradient(run: RunStep, call: str) -> RunStep:
     """The run of a call, which raises PipelineError where JAX differentiates it."""
 
-    guarded = jax.custom_vjp(run)
+    guarded: jax.custom_vjp[StepResults] = jax.custom_vjp(run)
 
-    def forward(*arguments: PyTree) -> tuple[Any, None]:
-        if _moving(arguments):
+    def forward(given: StepArguments) -> tuple[StepResults, None]:
+        if _moving(given):
             raise PipelineError(_NO_GRADIENT.format(call))
-        return run(*_plain(arguments)), None
+        return run(_plain(given)), None
 
     def backward(_kept: None, _cotangents: object) -> NoReturn:
         raise AssertionError("nothing that moves went in")
@@ -126,15 +128,16 @@ def _is_primal(node: object) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 
-def _plain(arguments: PyTree) -> PyTree:
+def _plain(given: StepArguments) -> StepArguments:
     """The values of arguments of a forward under differentiation."""
-    return jax.tree.map(
-        lambda leaf: leaf.value if _is_primal(leaf) else leaf, arguments, is_leaf=_is_primal
+    plain: StepArguments = jax.tree.map(
+        lambda leaf: leaf.value if _is_primal(leaf) else leaf, given, is_leaf=_is_primal
     )
+    return plain
 
 
-def _moving(arguments: PyTree) -> list[str]:
+def _moving(given: StepArguments) -> list[str]:
     """The paths of leaves that depend on the differentiated values, and can have a gradient."""
-    leaves = by_path(arguments, _is_primal).items()
+    leaves = by_path(given, _is_primal).items()
     moving = {path: leaf.value for path, leaf in leaves if _is_primal(leaf) and leaf.perturbed}
     return [path for path, v in moving.items() if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]

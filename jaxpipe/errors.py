@@ -58,18 +58,18 @@ class JaxpipeError(ValueError):
 
     faults: tuple[str, ...]
 
-    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, faults: tuple[object, ...] = ()) -> None:
         super().__init__(message)
-        self.faults = faults or (message,)
+        self.faults = tuple(map(str, faults)) or (message,)
 
     @classmethod
-    def listing(cls, head: str, faults: Iterable[Any]) -> Self:
+    def listing(cls, head: str, faults: Iterable[object]) -> Self:
         """The error whose message has a line for each fault (the first hundred), below `head`."""
         found = tuple(faults)
-        return cls(listed(head, found) if head else "\n".join(found), found)
+        return cls(listed(head, found) if head else "\n".join(map(str, found)), found)
 
     @classmethod
-    def refuse(cls, head: str, faults: Iterable[Any]) -> None:
+    def refuse(cls, head: str, faults: Iterable[object]) -> None:
         """Raise the error that lists the faults, where there are any.
 
         >>> PipelineError.refuse("the mesh does not fit", [])
@@ -108,8 +108,8 @@ class ScheduleError(JaxpipeError):
 
     violations: tuple[Violation, ...]
 
-    def __init__(self, message: str, faults: tuple[Violation | str, ...] = ()) -> None:
-        super().__init__(message, tuple(map(str, faults)))
+    def __init__(self, message: str, faults: tuple[object, ...] = ()) -> None:
+        super().__init__(message, faults)
         self.violations = tuple(fault for fault in faults if isinstance(fault, Violation))
 
 
@@ -220,12 +220,12 @@ _HOW = {
 }
 
 
-def is_whole(value: object) -> TypeGuard[Any]:
+def is_whole(value: object) -> TypeGuard[int]:
     """True for Python's and numpy's whole numbers (True and False are none)."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> TypeGuard[Any]:
+def is_number(value: object) -> TypeGuard[float]:
     """True for Python's and numpy's real numbers (True and False are none)."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -260,7 +260,7 @@ def set_typed(value: Any, error: type[JaxpipeError], *, but: Collection[str] = (
         object.__setattr__(value, name, read)
 
 
-def plain(number: Any) -> int | float:
+def plain(number: float) -> int | float:
     """A number as Python's own int or float; infinite where no float is so large."""
     try:
         as_float = float(number)
@@ -277,7 +277,9 @@ def is_cost(value: object) -> bool:
 _hints = cache(partial(get_type_hints, include_extras=True))
 
 
-def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
+def _read_all(
+    values: Mapping[str, object], owner: Callable[..., object], error: type[JaxpipeError]
+) -> dict[str, object]:
     """Every value as its annotation wants it; a value without one stays as it is."""
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
@@ -301,7 +303,7 @@ def _fault(name: str, value: object, hint: object) -> str:
     return f"{name} must be {_type_text(hint)}, not {quoted(value)}{how}"
 
 
-def _read(value: Any, hint: Any) -> Any:
+def _read(value: object, hint: Any) -> object:
     """A value as an annotation wants it; _MISFIT where it does not fit."""
     if hint is Any:
         return value
@@ -324,7 +326,7 @@ def _read(value: Any, hint: Any) -> Any:
     return value if isinstance(value, hint) else _MISFIT
 
 
-def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
+def _read_container(value: object, origin: type, inner: tuple[object, ...]) -> object:
     """A container with its items; an iterator, which can be read only once, stays as it is."""
     if isinstance(value, np.ndarray):
         value = value.tolist()

@@ -19,7 +19,7 @@ import numpy as np
 from jax._src import distributed
 from jax.extend import core
 
-from .arrays import PyTree, described
+from .arrays import Params, PyTree, described
 from .errors import PipelineError
 from .jaxprs.equations import every_equation
 from .model.arguments import StepArguments
@@ -45,7 +45,7 @@ def texts_of(service: Any, folder: str) -> dict[int, str]:
     return {int(key.rsplit("/", 1)[1]): text for key, text in found}
 
 
-def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> dict[str, str]:
+def fingerprint(pipe: Any, params: Params, batch: PyTree = None, **more: object) -> dict[str, str]:
     """Name -> text of all that must be equal: versions, the table, the mesh, the pipeline's
     options, shapes, and `more`.
 
@@ -61,7 +61,7 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
     return _of_steps(pipe._steps, params, batch, values)
 
 
-def _of_steps(steps: Any, params: PyTree, batch: PyTree, more: Mapping[str, str]) -> dict[str, str]:
+def _of_steps(steps: Any, params: Params, batch: PyTree, more: Mapping[str, str]) -> dict[str, str]:
     """The `fingerprint` of a pipeline's steps."""
     table, mesh = steps.schedule, steps.partition.mesh
     settings: Any = jax.config
@@ -81,7 +81,7 @@ def _of_steps(steps: Any, params: PyTree, batch: PyTree, more: Mapping[str, str]
     return {name: text[:_MOST] for name, text in {**found, **more}.items()}
 
 
-def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> None:
+def check_same(pipe: Any, params: Params, batch: PyTree = None, **more: object) -> None:
     """Compare the `fingerprint` of all processes before anything is placed or run; every process of
     a job calls it.
 

@@ -4,7 +4,7 @@ a layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .arrays import PyTree, by_path, followed, shapes_of
+from .arrays import ByPart, Params, PyTree, by_path, followed, shapes_of
 from .errors import PipelineError
 from .jaxprs.dataflow import inputs_of
 from .model.layers import OUTER
@@ -22,18 +22,18 @@ from .storage.chunks import Chunks
 from .storage.follow import Followers
 from .storage.packed import Packed, masked, on_own_stages
 from .storage.padding import Padding, by_parameter
-from .storage.rules import PROBE, init_as_updated, rules_of
+from .storage.rules import PROBE, Optimizer, init_as_updated, rules_of
 from .storage.table import BufferKey, ChunkLayout, Group, Parameter, chunk_layouts
 
 
 class PerLayer(NamedTuple):
     """An optimizer by optax's protocol."""
 
-    init: Callable[[PyTree], PyTree]
-    update: Callable[..., tuple[PyTree, PyTree]]
+    init: Callable[[Params], ByPart]
+    update: Callable[..., tuple[Params, ByPart]]
 
 
-def per_layer(pipe: Pipeline, optimizer: Any, *, layer_axis: bool | None = None) -> PerLayer:
+def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None = None) -> PerLayer:
     """The optimizer with one array for each layer, as in the model without a pipeline.
 
     Placed leaves are stacks [P, ...] of stages.  A rule that depends on the rank, shape or norm of
@@ -75,10 +75,10 @@ class _PerLayer:
     """The rule of `per_layer`."""
 
     pipe: Pipeline
-    optimizer: Any
+    optimizer: Optimizer
     layer_axis: bool
 
-    def init(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def init(self, params: Params) -> ByPart:
         if PROBE in params:
             return {}
         layout = self.pipe.layout
@@ -104,40 +104,34 @@ class _PerLayer:
         return by_parameter(Padding.pad, found, padding)
 
     def update(
-        self,
-        grads: Mapping[str, PyTree],
-        state: Mapping[str, PyTree],
-        params: Any = None,
-        **extra: Any,
-    ) -> tuple[PyTree, PyTree]:
+        self, grads: Params, state: ByPart, params: Params | None = None, **extra: object
+    ) -> tuple[Params, ByPart]:
         if PROBE in grads:
             return dict(grads), state
 
         to = tuple(map(Followers(grads, self.pipe.partition).shardings, (grads, state)))
         run = on_mesh(self.pipe.mesh, partial(self._updated, to[1]), to)
-        updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
-        return updates
+        return run(grads, state, params, extra)
 
     def _updated(
         self,
-        to: PyTree,
-        grads: Mapping[str, PyTree],
-        state: Mapping[str, PyTree],
-        params: Any,
-        extra: dict[str, Any],
-    ) -> tuple[PyTree, PyTree]:
+        to: ByPart,
+        grads: Params,
+        state: ByPart,
+        params: Params | None,
+        extra: dict[str, object],
+    ) -> tuple[Params, ByPart]:
         padding = grads["stages"].layout.padding
-        grads, state, params = (
-            tree and by_parameter(Padding.cut_off, tree, padding) for tree in (grads, state, params)
-        )
+        cut = partial(by_parameter, Padding.cut_off, padding=padding)
+        grads, state, params = cut(grads), cut(state), params and cut(params)
         both: dict[str, tuple[PyTree, PyTree]] = {}
         for key in filter(grads.__contains__, OUTER):
             weights = params and {key: params[key]}
             changes, own = self._update(extra, {key: grads[key]}, state[key][0], weights)
             both[key] = changes[key], (own,)
         stages = grads["stages"]
-        weights = params["stages"] if params else [None] * len(stages)
-        chunks = zip(range(len(stages)), stages, state["stages"], weights, strict=True)
+        values = params["stages"] if params else [None] * len(stages)
+        chunks = zip(range(len(stages)), stages, state["stages"], values, strict=True)
         found = zip(*(self._update_chunk(extra, *chunk) for chunk in chunks), strict=True)
         both["stages"] = tuple(map(stages.like, found))
         updates, after = (
@@ -148,7 +142,7 @@ class _PerLayer:
         return updates, jax.lax.with_sharding_constraint(after, to)
 
     def _update_chunk(
-        self, extra: dict[str, Any], v: int, grads: PyTree, state: PyTree, params: PyTree
+        self, extra: dict[str, object], v: int, grads: PyTree, state: PyTree, params: PyTree
     ) -> tuple[PyTree, PyTree]:
         """The updates of a chunk, and its state after it."""
         if isinstance(grads, Packed):
@@ -182,16 +176,16 @@ class _PerLayer:
         }
 
     def _update_stage(
-        self, extra: dict[str, Any], grads: PyTree, state: PyTree, params: PyTree = None
+        self, extra: dict[str, object], grads: PyTree, state: PyTree, params: PyTree = None
     ) -> tuple[PyTree, PyTree]:
         """The updates of a stage, and its state after them."""
         update = partial(self._update, extra)
         if not self.pipe.layout.is_layered:
             if not jax.tree.leaves(grads):
                 return grads, state
-            own = [None if tree is None else {"stages": tree} for tree in (grads, params)]
+            weights = None if params is None else {"stages": params}
             update = jax.vmap(update) if self.layer_axis else update
-            changes, after = update(own[0], state, own[1])
+            changes, after = update({"stages": grads}, state, weights)
             return changes["stages"], after
         updates, states = dict(grads or {}), dict[str, PyTree]()
         for letter, before in state.items():
@@ -203,23 +197,22 @@ class _PerLayer:
                 for tree in (grads, params)
             ]
             found = map(jax.vmap(update), stacks[0], before, stacks[1])
-            changes, states[letter] = zip(*found, strict=True)
-            updates[letter] = tuple(change["stages"][letter] for change in changes)
+            each, states[letter] = zip(*found, strict=True)
+            updates[letter] = tuple(change["stages"][letter] for change in each)
         return (updates if grads else grads), states
 
     @cached_property
-    def _init(self) -> Callable[[PyTree], PyTree]:
+    def _init(self) -> Callable[[Params], PyTree]:
         """The state of a rule, with the dtypes that updates give it."""
         return init_as_updated(self.optimizer, self.pipe.memory.accumulate)
 
     def _update(
-        self, extra: dict[str, Any], grads: PyTree, state: PyTree, params: PyTree
-    ) -> tuple[PyTree, PyTree]:
+        self, extra: dict[str, object], grads: Params, state: PyTree, params: Params | None
+    ) -> tuple[Params, PyTree]:
         """One layer's update; PipelineError where the update of a parameter depends on others."""
         shapes = shapes_of((grads, state, params))
         _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
-        updates: tuple[PyTree, PyTree] = self.optimizer.update(grads, state, params, **extra)
-        return updates
+        return self.optimizer.update(grads, state, params, **extra)
 
     def _state_layout(self, v: int, chunk: Packed) -> ChunkLayout:
         """The layout of the states of a chunk of unlike stages, with room for those of the device
@@ -277,7 +270,7 @@ class _PerLayer:
 
 
 def _check_independent(
-    update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, PyTree]
+    update: Callable[..., Params], shapes: tuple[Params, PyTree, Params | None]
 ) -> None:
     """PipelineError where the update of one array depends on the gradient of another: the rule
     spans more than a layer.

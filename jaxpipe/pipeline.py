@@ -42,7 +42,7 @@ from .storage.chunks import ChunkState, ParamLayout, check_canonical
 from .storage.partition import Partition
 from .storage.placer import Placer
 from .storage.plan import LeafPlan
-from .storage.rules import check_rules, init_as_updated
+from .storage.rules import Optimizer, check_rules, init_as_updated
 from .table.schedule import Schedule, check, named
 from .transforms.rewrites import remove_gathers
 from .transforms.spread import with_shares
@@ -178,7 +178,7 @@ class Pipeline:
         """
         return self._placer.canonical(placed, spread=spread)
 
-    def init(self, optimizer: Any, params: Params, *, as_placed: bool = False) -> PyTree:
+    def init(self, optimizer: Optimizer, params: Params, *, as_placed: bool = False) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments
         on the devices of their parameters, counts on the mesh.
 
@@ -200,7 +200,7 @@ class Pipeline:
         begin = init_as_updated(optimizer, self.memory.accumulate)
         return self._placer.init(begin, placed, params)
 
-    def trained(self, tree: Params, *, like: Mapping[str, PyTree] | None = None) -> Params:
+    def trained(self, tree: Params, *, like: Params | None = None) -> Params:
         """Placed parameters, or a tree like them, with None for those that are `frozen` or
         `replaced`: what an optimizer is for.
 
@@ -271,7 +271,7 @@ class Pipeline:
         without it, metrics are not scaled.  It may be traced, and a new value needs no new program.
         """
         with self._arguments(params, batch, rng, state, scale) as arguments:
-            results, grads = self._calls.step(*arguments)
+            results, grads = self._calls.step(arguments)
         return self._answer(results, with_state=True), grads
 
     def loss(
@@ -303,7 +303,7 @@ class Pipeline:
             optax.tree.norm(p, squared=True))(params)
         """
         with self._arguments(params, batch, rng, state, scale) as arguments:
-            results, _ = self._calls.loss(*arguments)
+            results, _ = self._calls.loss(arguments)
         loss, *aux = self._parts(results, with_state=True)
         return with_aux(loss, aux)
 
@@ -362,7 +362,7 @@ class Pipeline:
                 raise PipelineError("a cache does not combine with state=; leave it out")
             batch, state = self._steps.positioned(cache, batch, position), cache.stages
         with self._arguments(params, batch, rng, state) as arguments:
-            results, _ = self._calls.outputs(*arguments)
+            results, _ = self._calls.outputs(arguments)
         outputs = results["outputs"]
         if cache is not None:
             outputs = hide_beyond(outputs, batch, self.model.time)
@@ -415,13 +415,15 @@ class Pipeline:
             PipelineError: as `value_and_grad` does.
         """
 
-        def step(params: Params, batch: PyTree, *, rng: Rng = None, state: Any = ()) -> Any:
-            inputs = params, batch, rng, state, None
-            results, grads = self._steps.run(Call.STEP, *inputs, step=found)
+        def step(
+            params: Params, batch: PyTree, *, rng: Rng = None, state: ChunkState = ()
+        ) -> tuple[Any, Params]:
+            given = StepArguments(params, batch, rng, state)
+            results, grads = self._steps.run(Call.STEP, given, step=found)
             return self._answer(results, with_state=True), grads
 
         with self._arguments(params, batch, rng, state) as arguments:
-            found = self._steps.prepare(Call.STEP, *arguments, clock=clock)
+            found = self._steps.prepare(Call.STEP, arguments, clock=clock)
             params, batch, rng, state, _ = arguments
             keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
             function = self.jit(step).trace(params, batch, **keywords)
@@ -482,7 +484,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """The results of `evaluate`."""
         with self._arguments(params, batch, rng, state) as arguments:
-            results, _ = self._calls.evaluate(*arguments)
+            results, _ = self._calls.evaluate(arguments)
         return results
 
     def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:

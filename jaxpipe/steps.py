@@ -4,7 +4,7 @@ their derivatives.  Pipelines of equal arguments share what JAX has compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from .model.batch import Positioned, batch_faults, num_rows, positions, time_fau
 from .model.functions import Functions
 from .model.layers import with_outer
 from .model.model import Plain
-from .model.settings import Memory, as_automatic, in_context, on_mesh, own_context
+from .model.settings import Memory, as_automatic, has, in_context, on_mesh, own_context
 from .stage.setup import Clock, Setup
 from .storage.chunks import Chunks, param_faults, state_faults
 from .storage.partition import Partition
@@ -136,33 +136,35 @@ class StepRunner:
         return [*parts, f"with {' and '.join(names) or 'neither first nor last'}"]
 
     def run(
-        self, call: Call, *arguments: PyTree, step: PreparedStep | None = None
-    ) -> tuple[dict[str, Any], Params]:
+        self, call: Call, given: StepArguments, *, step: PreparedStep | None = None
+    ) -> StepResults:
         """The results of a call, and the gradients of a step; `step` is the call prepared for
         arguments of these shapes.
         """
         mesh = self.partition.mesh
         if step is None:
-            step = self.prepare(call, *arguments)
-            self._compare(StepArguments(*arguments), step)
-        given = _with_outer(arguments)
+            step = self.prepare(call, given)
+            self._compare(given, step)
+        whole = _with_outer(given)
         if self.executor.compiles:
             with own_context(mesh):
-                found = step.run(jax.tree.map(as_automatic, given))
+                found = step.run(jax.tree.map(as_automatic, whole))
         else:
-            found = step.run(given)
+            found = step.run(whole)
             with own_context(mesh):
                 found = jax.device_put(found, step.setup.shardings)
         results, grads = in_context(mesh, found, step.setup.shardings)
-        return results, {key: grads[key] for key in arguments[0] if key in grads}
+        return results, {key: grads[key] for key in given.params if key in grads}
 
-    def prepare(self, call: Call, *arguments: PyTree, clock: Clock | None = None) -> PreparedStep:
+    def prepare(
+        self, call: Call, given: StepArguments, *, clock: Clock | None = None
+    ) -> PreparedStep:
         """The step of a call on arguments of these shapes, of which the back end has made all that
         needs no numbers.
         """
-        setup = self._setup(call, StepArguments(*arguments), clock)
+        setup = self._setup(call, given, clock)
         with own_context(self.partition.mesh):
-            return self.executor.prepare(setup, _with_outer(arguments))
+            return self.executor.prepare(setup, _with_outer(given))
 
     def _setup(self, call: Call, given: StepArguments, clock: Clock | None) -> Setup:
         """What is known of a call without numbers; PipelineError where it cannot be done."""
@@ -363,15 +365,15 @@ def key_of(settings: object) -> object:
     return settings
 
 
-def _with_outer(arguments: Sequence[PyTree]) -> StepArguments:
+def _with_outer(given: StepArguments) -> StepArguments:
     """The arguments of a step, with an empty tree for parameters that the model does not have."""
-    return StepArguments(with_outer(arguments[0]), *arguments[1:])
+    return given._replace(params=with_outer(given.params))
 
 
 class Compiled:
     """The calls of a `StepRunner`: compiled, with their derivatives."""
 
-    def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
+    def __init__(self, steps: StepRunner, options: Mapping[str, str | bool]) -> None:
         def of(call: Call) -> RunStep:
             run = partial(steps.run, call)
             run.__name__ = call.value  # type: ignore[attr-defined]  # in profiles
@@ -381,9 +383,9 @@ class Compiled:
         # What stages hand from microbatch to microbatch is known after a step alone.
         value = step if steps.functions.has_state else of(Call.LOSS)
 
-        def replaced(params: Params) -> PyTree:
+        def replaced(params: Params) -> ByPart:
             plans = steps.partition.plans(params)
-            return jax.tree.map(lambda plan: plan.replaced is not None, plans)
+            return dict(jax.tree.map(lambda plan: plan.replaced is not None, plans))
 
         self.loss = differentiable_loss(value, step, replaced)
         self.step = without_gradient(step, Call.STEP.value)
@@ -392,20 +394,19 @@ class Compiled:
 
 
 # Those that somebody holds, by key: see `key_of`.
-HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
+HELD: WeakValueDictionary[object, Compiled] = WeakValueDictionary()
 
 
-def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _compiled(function: RunStep, options: Mapping[str, str | bool]) -> RunStep:
     """The function compiled; with the options where it is called from outside of any other
     `jax.jit`.
     """
-    inner = jax.jit(function)
+    inner: RunStep = jax.jit(function)
     if not options:
         return inner
-    outermost = jax.jit(with_counted_loops(function), compiler_options=dict(options))
+    outermost: RunStep = jax.jit(with_counted_loops(function), compiler_options=dict(options))
 
-    def call(*arguments: Any) -> Any:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-        return (inner if traced else outermost)(*arguments)
+    def call(given: StepArguments) -> StepResults:
+        return (inner if has(given, jax.core.Tracer) else outermost)(given)
 
     return call

@@ -117,7 +117,7 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Rng, state: PyTre
     axes are left to it.
     """
     with pipe._arguments(params, batch, rng, state) as arguments:
-        setup = pipe._steps.prepare(Call.STEP, *arguments).setup
+        setup = pipe._steps.prepare(Call.STEP, arguments).setup
     shapes = setup.shapes(StepArguments(with_outer(params), batch, rng, state))
     setup = replace(setup, partition=replace(setup.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.

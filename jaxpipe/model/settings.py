@@ -177,13 +177,13 @@ def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Ca
     return jax.jit(on_mesh(mesh, function, to), out_shardings=shardings)
 
 
-def on_mesh_of(like: jax.Array, leaf: jax.Array) -> Any:
+def on_mesh_of(like: jax.Array, leaf: jax.Array) -> jax.Array:
     """The same array with the type of another one, whose mesh may have axes of other types."""
     to = jax.typeof(like).sharding
-    if jax.typeof(leaf).sharding == to:
-        return leaf
-    with jax.sharding.use_abstract_mesh(to.mesh):
-        return jax.reshard(leaf, to.spec)
+    if jax.typeof(leaf).sharding != to:
+        with jax.sharding.use_abstract_mesh(to.mesh):
+            leaf = jax.reshard(leaf, to.spec)
+    return leaf
 
 
 def as_automatic(leaf: jax.Array) -> jax.Array:

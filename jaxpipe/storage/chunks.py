@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import SequenceKey
 
-from ..arrays import Leaves, PyTree, array_faults, axis_faults, by_path, is_key, stacked
+from ..arrays import Leaves, Params, PyTree, array_faults, axis_faults, by_path, is_key, stacked
 from ..errors import PipelineError
 from ..model.calls import Function
 from ..model.layers import OUTER, LayerMap, owned_stages
@@ -40,7 +40,7 @@ class Chunks(tuple[PyTree, ...]):
         found.layout = layout
         return found
 
-    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[PyTree, ...], ParamLayout]]:
+    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[object, ...], ParamLayout]]:
         return Chunks, (tuple(self), self.layout)
 
     def like(self, chunks: Iterable[PyTree]) -> Chunks:
@@ -48,7 +48,7 @@ class Chunks(tuple[PyTree, ...]):
         return Chunks(chunks, self.layout)
 
 
-def padding_of(params: Mapping[str, PyTree]) -> tuple[Padding, ...]:
+def padding_of(params: Params) -> tuple[Padding, ...]:
     """The padding of placed parameters, as their stages say."""
     stages = params.get("stages")
     return stages.layout.padding if isinstance(stages, Chunks) else ()
@@ -90,7 +90,7 @@ def again_by(place: str) -> str:
     )
 
 
-def arrays_of(chunk: PyTree) -> dict[str, jax.Array]:
+def arrays_of(chunk: object) -> dict[str, jax.Array]:
     """The arrays of a chunk by name, in the order of its leaves."""
     return chunk.leaves if isinstance(chunk, Packed) else by_path(chunk)
 
@@ -294,7 +294,7 @@ class ParamLayout:
 
 
 def check_canonical(
-    params: Mapping[str, PyTree], layout: ParamLayout, ends: Collection[str]
+    params: Mapping[str, object], layout: ParamLayout, ends: Collection[str]
 ) -> None:
     """PipelineError listing every fault of a canonical parameter tree; `ends` are those of `first`
     and `last` that the pipeline has.
@@ -343,7 +343,7 @@ def param_faults(params: object, layout: ParamLayout, devices: int) -> list[str]
     return [*(faults or axis_faults(stages, "stages", devices, axis)), *odd]
 
 
-def state_faults(state: Any, layout: ParamLayout, what: str, data_shards: int) -> list[str]:
+def state_faults(state: object, layout: ParamLayout, what: str, data_shards: int) -> list[str]:
     """Faults of the stages' own state; `what` it is, "" where no stage takes it."""
     given = bool(jax.tree.leaves(state))
     if not what:

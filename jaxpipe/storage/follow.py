@@ -5,14 +5,14 @@ so how it is spread.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..arrays import ByPart, Leaf, LeafPath, Params, PyTree, followed, path_text
+from ..arrays import ByPart, Leaf, LeafPath, Params, followed, path_text
 from ..model.layers import OUTER
 from ..model.settings import SpecEntry, names_of, trimmed
 from .packed import Packed
@@ -42,7 +42,7 @@ class Follow:
         return replace(self, spec=(*self.spec[:at], *self.spec[at + 1 :]))
 
 
-def is_params(node: PyTree) -> bool:
+def is_params(node: object) -> TypeGuard[ByPart]:
     """True for a tree laid out like parameters: they themselves, a moment of an optimizer, an
     average, gradients.
     """
@@ -59,7 +59,7 @@ class Followers:
     """
 
     def __init__(
-        self, params: Mapping[str, PyTree], partition: Partition | None, *, layer_axis: bool = False
+        self, params: Params, partition: Partition | None, *, layer_axis: bool = False
     ) -> None:
         self._partition, self._axes = partition, 1 + layer_axis
         self._unlike = partition is not None and partition.layout.unlike
@@ -75,7 +75,7 @@ class Followers:
             part, name = self._named(path)
             self._known.setdefault(part, {})[name] = tuple(leaf.shape), spec
 
-    def of(self, node: PyTree) -> PyTree:
+    def of(self, node: ByPart) -> ByPart:
         """The node with a `Follow` for each leaf."""
 
         def of_leaf(path: LeafPath, leaf: Leaf) -> Follow:
@@ -91,9 +91,9 @@ class Followers:
             found = self._follow(*self._named(path), leaf.shape)
             return replace(found, fits=found.fits and found.follows and not found.lead)
 
-        return jax.tree_util.tree_map_with_path(of_leaf, node)
+        return dict(jax.tree_util.tree_map_with_path(of_leaf, node))
 
-    def shardings(self, node: PyTree) -> ByPart:
+    def shardings(self, node: ByPart) -> ByPart:
         """The sharding of each leaf of a node of placed shapes."""
         assert self._partition is not None, "a plain program places nothing"
         return shardings(self._partition.mesh, self.of(node), node)
@@ -128,7 +128,7 @@ class Followers:
         return "/".join(names[: 1 + self._unlike]), "/".join(names[2:])
 
 
-def shardings(mesh: Mesh, follows: Mapping[str, PyTree], like: Params) -> ByPart:
+def shardings(mesh: Mesh, follows: ByPart, like: Params) -> ByPart:
     """The shardings of a tree of these shapes, like the placed parameters or canonical ones.  A dim
     that does not divide is whole.
     """

@@ -79,7 +79,7 @@ def on_own_stages(
     function: Callable[..., tuple[PyTree, ...]],
     chunks: Sequence[Packed],
     layouts: Sequence[ChunkLayout],
-    more: PyTree = None,
+    more: object = None,
 ) -> list[Packed]:
     """What a function makes of the trees of each device's own stage: a tree for each of the
     layouts.  Its first argument is `more`, alike on all devices.
@@ -94,13 +94,13 @@ def on_own_stages(
 
     # traced once for each kind: its shapes are asked for before the switch
     @partial(jax.jit, static_argnums=0)
-    def run(kind: tuple[TreeForm, ...], own: Sequence[ByName], more: PyTree) -> list[ByName]:
+    def run(kind: tuple[TreeForm, ...], own: Sequence[ByName], more: object) -> list[ByName]:
         given = zip(before, kind, own, strict=False)
         trees = (layout.load(form, arrays, pinned=True) for layout, form, arrays in given)
         found = zip(layouts, kind[len(before) :], function(more, *trees), strict=True)
         return [layout.store(form, tree, pinned=True) for layout, form, tree in found]
 
-    def one(leaves: list[ByName], more: PyTree) -> list[ByName]:
+    def one(leaves: list[ByName], more: object) -> list[ByName]:
         own = list(map(_split, jax.tree.map(lambda leaf: leaf[0], leaves), before))
         shapes = [jax.eval_shape(partial(run, kind), own, more) for kind in kinds]
         like = [{k: v for arrays in each for k, v in arrays.items()} for each in zip(*shapes)]

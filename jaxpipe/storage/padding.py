@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..arrays import LeafPath, Params, PyTree, path_text
+from ..arrays import ByPart, LeafPath, Params, path_text
 from ..model.calls import Cuts
 
 
@@ -22,7 +22,7 @@ class Padding(NamedTuple):
     shape: tuple[int, ...]  # with the zeros
 
     @classmethod
-    def of(cls, cuts: Cuts, params: Mapping[str, PyTree]) -> tuple[Padding, ...]:
+    def of(cls, cuts: Cuts, params: Params) -> tuple[Padding, ...]:
         """Those of canonical parameters."""
         found = []
         for key in sorted(cuts.dims):
@@ -61,9 +61,9 @@ def padded_to(leaf: Array, shape: Sequence[int]) -> Array:
 
 def by_parameter(
     change: Callable[[Padding, Array], Array],
-    parts: Mapping[str, PyTree],
+    parts: ByPart,
     padding: Sequence[Padding],
-) -> Params:
+) -> ByPart:
     """By part of the model trees whose paths end with those of parameters, with what the padding
     of these makes of a leaf: `Padding.cut_off` or `Padding.pad`.
     """

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..arrays import ByPart, Leaf, LeafPath, PyTree, by_path, path_text
+from ..arrays import ByPart, Leaf, LeafPath, Params, PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from ..model.calls import Cuts
@@ -71,9 +71,7 @@ class Partition:
         """The number of data shards."""
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
-    def plans(
-        self, params: Mapping[str, PyTree], canonical: Mapping[str, PyTree] | None = None
-    ) -> ByPart:
+    def plans(self, params: Params, canonical: Params | None = None) -> ByPart:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
 
         Raises:
@@ -103,14 +101,14 @@ class Partition:
         PipelineError.refuse(_UNFIT, list(dict.fromkeys(faults)))
         return found
 
-    def sizes(self, plans: Mapping[str, PyTree]) -> ByPart:
+    def sizes(self, plans: ByPart) -> ByPart:
         """For each parameter that may be cut the whole length of its cut dim; 0 where it is
         whole.
         """
         trees = {key: plans[key] for key in self.cuts.dims}
         return dict(jax.tree.map(lambda plan: plan.cut[1] if plan.cut else 0, trees))
 
-    def path_faults(self, plans: PyTree) -> list[str]:
+    def path_faults(self, plans: ByPart) -> list[str]:
         """Expressions of frozen= and replaced= that are found in the path of none of the
         parameters.
         """
@@ -178,7 +176,7 @@ class Partition:
                 f"mesh axes of this pipeline keep it apart; {_BRING_OVER}"
             )
 
-    def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
+    def _unused_specs(self, canonical: Params) -> list[str]:
         """Specs for which there is neither a canonical parameter nor None in its place."""
         faults = []
         for key, tree in canonical.items():
@@ -305,7 +303,7 @@ class Partition:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
         return self._plan(leaf, tuple(buffer.spec)).spec(self.axis)
 
-    def shardings(self, plans: PyTree) -> ByPart:
+    def shardings(self, plans: ByPart) -> ByPart:
         """Shardings of placed parameters."""
         return dict(
             jax.tree.map(lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), plans)

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from ..arrays import ByPart, Leaf, Params, PyTree, shapes_of
 from ..errors import PipelineError
 from ..model.settings import explicit_context, has, jit_on_mesh, own_context, with_sharding
-from .chunks import ChunkState, owner_faults, padding_of
+from .chunks import Chunks, ChunkState, owner_faults, padding_of
 from .follow import Follow, Followers, is_params, shardings
 from .packed import Packed, on_own_stages
 from .padding import Padding, by_parameter, padded_to
@@ -33,7 +33,7 @@ class Placer:
     def __init__(self, partition: Partition) -> None:
         self._partition, self._layout = partition, partition.layout
         self._mesh, self._axis = partition.mesh, partition.axis
-        self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
+        self._compiled: dict[object, Callable[..., Any]] = {}
 
     def place(self, params: Params) -> Params:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
@@ -51,20 +51,20 @@ class Placer:
             return partition.shardings(partition.plans(like, params))
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
-        return dict(self._run(_laid_out, params, to, traced))
+        return self._run(_laid_out, params, to, traced)
 
-    def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> Params:
+    def canonical(self, placed: Mapping[str, object], *, spread: bool) -> Params:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
         they are wherever they are wanted.
         """
         tree = self.checked(placed)
-        follows = Followers(placed, self._partition).of(tree) if spread else None
-        return self.in_model_order(tree, follows, padding_of(placed))
+        follows = Followers(tree, self._partition).of(tree) if spread else None
+        return self.in_model_order(tree, follows, padding_of(tree))
 
     def in_model_order(
         self,
         tree: Params,
-        follows: PyTree,
+        follows: ByPart | None,
         padding: tuple[Padding, ...] = (),
         *,
         merges: bool = False,
@@ -79,7 +79,7 @@ class Placer:
             merges: axes of stages and of layers become one.
         """
 
-        def to(like: Params) -> ByPart:
+        def to(follows: ByPart, like: Params) -> ByPart:
             """Stages over the pipe axis; over other axes everything as it was, where stages are
             alike.
             """
@@ -90,13 +90,13 @@ class Placer:
                 rules = jax.tree.map(Follow.of_merged, rules) if merges else rules
             return shardings(self._mesh, {**_outer(follows), "stages": rules}, like)
 
-        spread = None if follows is None else to
-        return dict(self._run(_in_model_order, tree, spread, follows, padding, merges))
+        spread = None if follows is None else partial(to, follows)
+        return self._run(_in_model_order, tree, spread, follows, padding, merges)
 
-    def placed_like(self, tree: Params, like: Params, follows: PyTree) -> Params:
+    def placed_like(self, tree: Params, like: Params, follows: ByPart) -> Params:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
         to = shardings(self._mesh, follows, like)
-        return dict(self._run(_placed, tree, lambda _: to, like, follows))
+        return self._run(_placed, tree, lambda _: to, like, follows)
 
     def shapes(self, placed: Params) -> tuple[Params, Params]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
@@ -111,7 +111,7 @@ class Placer:
         )
         return like, {**own, "stages": stages}
 
-    def checked(self, placed: Mapping[str, PyTree]) -> Params:
+    def checked(self, placed: Mapping[str, object]) -> Params:
         """The tree; PipelineError where it is not placed for this pipeline's schedule."""
         if not isinstance(placed, Mapping) or "stages" not in placed:
             raise PipelineError(
@@ -121,13 +121,13 @@ class Placer:
         self._check_owners(placed["stages"], "these parameters", "place")
         return dict(placed)
 
-    def init(self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Params) -> PyTree:
+    def init[S](self, begin: Callable[[Params], S], trained: Params, params: Params) -> S:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
         followers = Followers(params, self._partition)
         whole = NamedSharding(self._mesh, PartitionSpec())
 
-        def to(state: PyTree) -> PyTree:
-            def of_node(node: PyTree) -> PyTree:
+        def to(state: S) -> PyTree:
+            def of_node(node: object) -> ByPart | NamedSharding:
                 return followers.shardings(node) if is_params(node) else whole
 
             return jax.tree.map(of_node, state, is_leaf=is_params)
@@ -135,40 +135,41 @@ class Placer:
         # what is compiled for one optimizer is of no use to another
         return Placer(self._partition)._run(lambda _, tree: begin(tree), trained, to)
 
-    def place_state(self, state: PyTree) -> PyTree:
+    def place_state(self, state: PyTree) -> Chunks:
         """The stages' own state, canonical to placed; shapes to shapes."""
         PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
-        return self._run(_placed_state, state, partial(jax.tree.map, lambda _: self._by_device))
+        return self._run(_placed_state, state, self._by_device)
 
-    def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> PyTree:
+    def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> Chunks:
         """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
         shapes with shardings instead.
         """
-        like = self._run(_placed_trees, trees, partial(jax.tree.map, lambda _: self._by_device))
+        like = self._run(_placed_trees, trees, self._by_device)
         if shapes:
             return like
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), like)
+        zeros: Chunks = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), like)
+        return zeros
 
     def canonical_state(self, placed: ChunkState) -> PyTree:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
         return self.in_model_order({"stages": placed}, None)["stages"]
 
-    @property
-    def _by_device(self) -> NamedSharding:
-        """A leaf [P, ...] over the pipe axis."""
-        return NamedSharding(self._mesh, PartitionSpec(self._axis))
+    def _by_device(self, like: Chunks) -> PyTree:
+        """Leaves [P, ...] over the pipe axis."""
+        over = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        return jax.tree.map(lambda _: over, like)
 
-    def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
+    def _check_owners(self, stages: object, what: str, again: str) -> None:
         PipelineError.refuse("", owner_faults(stages, self._layout, what, again))
 
-    def _run(
+    def _run[T](
         self,
-        arrange: Callable[..., PyTree],
+        arrange: Callable[..., T],
         tree: PyTree,
-        to: Callable[[PyTree], PyTree] | None,
-        *static: PyTree,
-    ) -> PyTree:
+        to: Callable[[T], PyTree] | None,
+        *static: object,
+    ) -> T:
         """Rearrange a tree; with shapes in it the result is shapes with shardings.
 
         Args:
@@ -180,26 +181,27 @@ class Placer:
         # Compiled functions do not hold the placer: a dropped one is freed at once.
         function = partial(arrange, self._partition, *static)
         with own_context(self._mesh):
-            like = jax.eval_shape(function, jax.tree.map(_shape, tree))
+            like: T = jax.eval_shape(function, jax.tree.map(_shape, tree))
         shardings = None if to is None else to(like)
         if has(tree, jax.ShapeDtypeStruct):
-            return like if shardings is None else jax.tree.map(with_sharding, like, shardings)
+            if shardings is not None:
+                like = jax.tree.map(with_sharding, like, shardings)
+            return like
         leaves, form = jax.tree.flatten((static, shardings))
         key = (arrange, jax.tree.structure(tree), form, *leaves, explicit_context(self._mesh))
         if key not in self._compiled:
             self._compiled[key] = jit_on_mesh(self._mesh, function, shardings)
-        return self._compiled[key](jax.tree.map(self._from_elsewhere, tree))
+        found: T = self._compiled[key](jax.tree.map(self._from_elsewhere, tree))
+        return found
 
-    def _from_elsewhere(self, leaf: Any) -> Any:
+    def _from_elsewhere(self, leaf: Leaf) -> Leaf:
         """A leaf that one program can take: one on other devices than the mesh's goes over the
         host.
         """
-        here = (
-            not isinstance(leaf, jax.Array)
-            or isinstance(leaf, jax.core.Tracer)
-            or not leaf.committed
-            or leaf.sharding.device_set == set(self._mesh.devices.flat)
-        )
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        devices = set(self._mesh.devices.flat)
+        here = not leaf.committed or leaf.sharding.device_set == devices
         return leaf if here or not leaf.is_fully_addressable else np.asarray(leaf)
 
 
@@ -218,10 +220,12 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> Params:
     mesh, axis, padding = partition.mesh, partition.axis, Padding.of(partition.cuts, tree)
     layout = replace(partition.layout, padding=padding)
 
-    def constrained(leaf: jax.Array, *spec: object) -> Any:
-        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+    def constrained(leaf: jax.Array, *spec: object) -> jax.Array:
+        to = NamedSharding(mesh, PartitionSpec(*spec))
+        own: jax.Array = lax.with_sharding_constraint(leaf, to)
+        return own
 
-    def split(leaf: jax.Array) -> Any:
+    def split(leaf: jax.Array) -> jax.Array:
         """Split over the longest dim that divides, other than the first (of stages or layers)."""
         size = mesh.shape[axis]
         fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]
@@ -255,15 +259,15 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> Params:
     return {**by_parameter(Padding.pad, _outer(tree), padding), "stages": placed}
 
 
-def _placed_state(partition: Partition, state: PyTree) -> PyTree:
+def _placed_state(partition: Partition, state: PyTree) -> Chunks:
     return partition.layout.place_stages(state, Storing(alike=partition.alike))
 
 
-def _placed_trees(partition: Partition, trees: Sequence[PyTree]) -> PyTree:
+def _placed_trees(partition: Partition, trees: Sequence[PyTree]) -> Chunks:
     return partition.layout.place_trees(trees, Storing(alike=partition.alike))
 
 
-def _placed(partition: Partition, like: Params, follows: dict[str, PyTree], tree: Params) -> Params:
+def _placed(partition: Partition, like: Params, follows: ByPart, tree: Params) -> Params:
     """A tree in model order, or with axes of stages and layers as one, laid out like another."""
     layout, stages = partition.layout, like["stages"]
     found = {
@@ -292,7 +296,11 @@ def _placed(partition: Partition, like: Params, follows: dict[str, PyTree], tree
 
 
 def _in_model_order(
-    partition: Partition, follows: PyTree, padding: tuple[Padding, ...], merges: bool, tree: Params
+    partition: Partition,
+    follows: ByPart | None,
+    padding: tuple[Padding, ...],
+    merges: bool,
+    tree: Params,
 ) -> Params:
     layout, stages = partition.layout, tree["stages"]
     outer = by_parameter(Padding.cut_off, _outer(tree), padding)

@@ -33,17 +33,18 @@ class RoomLeaves:
         """The arrays, in their order."""
         return list(self.arrays)
 
-    def parts(self, chunk: PyTree) -> Leaves:
+    def parts(self, chunk: object) -> Leaves:
         """A chunk's own arrays; None for those that it does not have."""
         return list(map(arrays_of(chunk).get, self.names))
 
 
 def room_faults(stages: tuple[PyTree, ...], what: str, place: str) -> list[str]:
     """Why these values, which `place` placed, cannot be in rooms."""
-    known: dict[Any, Any] = {}
+    known: dict[object, object] = {}
+    own: list[tuple[object, object]]
     for chunk in stages:
         arrays = arrays_of(chunk).items()
-        own: list[tuple[Any, Any]] = [(name, (leaf.shape, leaf.dtype)) for name, leaf in arrays]
+        own = [(name, (leaf.shape, leaf.dtype)) for name, leaf in arrays]
         for form in chunk.layout.forms if isinstance(chunk, Packed) else ():
             stage = form.tree, *((row.path, row.entry.shape) for row in form.rows)
             own.append((stage, form.rows))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..arrays import Leaf, Params, PyTree, accumulator_dtype, by_path
+from ..arrays import ByPart, Leaf, Params, PyTree, accumulator_dtype, by_path
 from ..errors import PipelineError
 from ..jaxprs.dataflow import DRAWS, Dataflow, any_of
 from .plan import leaf_plans
@@ -18,12 +18,25 @@ from .plan import leaf_plans
 # The texts of the equations that matter to one parameter alone, by path.
 Rules: TypeAlias = "dict[str, list[str]]"
 
+
+class Optimizer(Protocol):
+    """An optimizer by optax's protocol."""
+
+    @property
+    def init(self) -> Callable[[Params], PyTree]:
+        """Parameters -> its state."""
+
+    @property
+    def update(self) -> Callable[..., tuple[Params, PyTree]]:
+        """(gradients, state, parameters) -> the updates, and the state after them."""
+
+
 # A parameter that is there only while an optimizer is traced to find its rules.  A wrapper that
 # gives it the model's own arrays need not act then.
 PROBE = "~"
 
 
-def check_rules(optimizer: Any, placed: Params, own: Params, plans: PyTree) -> None:
+def check_rules(optimizer: Optimizer, placed: Params, own: Params, plans: ByPart) -> None:
     """PipelineError for parameters of which the optimizer makes something else where they are
     placed; all are shapes, with the plans of the placed ones.
 
@@ -52,7 +65,7 @@ def check_rules(optimizer: Any, placed: Params, own: Params, plans: PyTree) -> N
     )
 
 
-def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None:
+def rules_of(optimizer: Optimizer, *trees: Params) -> list[Rules] | None:
     """The rules for each tree of shapes; None where the optimizer does not take these trees, as one
     whose mask is a tree of another form.
     """
@@ -68,7 +81,7 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
     return None
 
 
-def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
+def _rules_of(optimizer: Optimizer, tree: Params, extra: dict[str, float]) -> Rules:
     paths = list(by_path(tree))
     state = jax.eval_shape(optimizer.init, tree)
     closed, shapes = jax.make_jaxpr(
@@ -89,7 +102,9 @@ def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
     return found
 
 
-def init_as_updated(optimizer: Any, accumulate: DTypeLike | None) -> Callable[[PyTree], PyTree]:
+def init_as_updated(
+    optimizer: Optimizer, accumulate: DTypeLike | None
+) -> Callable[[Params], PyTree]:
     """`optimizer.init`, with the dtypes that an update leaves: moments of bfloat16 parameters have
     those of the gradients, for instance.
 
@@ -100,7 +115,7 @@ def init_as_updated(optimizer: Any, accumulate: DTypeLike | None) -> Callable[[P
         dtype = accumulator_dtype(leaf.dtype, accumulate)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: Params) -> PyTree:
         state = optimizer.init(params)
         gradients = jax.tree.map(gradient, params)
         try:

@@ -252,7 +252,7 @@ class ChunkLayout:
         return found
 
 
-def is_missing(node: PyTree) -> bool:
+def is_missing(node: object) -> bool:
     """Whether a leaf is missing: a mask took it out, or it is frozen."""
     return not jax.tree.leaves(node)
 
