@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Int32
 
 # A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: JAX itself has no type for it.
@@ -91,9 +91,10 @@ def is_key(leaf: object) -> bool:
     return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
 
-def as_dtype(value: Array, dtype: DTypeLike) -> Array:
+def as_dtype(value: ArrayLike, dtype: DTypeLike) -> Array:
     """The value as an array of a dtype.  Keys stay as they are: JAX cannot convert them."""
-    return value if is_key(value) else jnp.asarray(value).astype(dtype)
+    array = jnp.asarray(value)
+    return array if is_key(array) else array.astype(dtype)
 
 
 def words_of(leaf: object) -> Any:

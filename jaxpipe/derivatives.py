@@ -78,9 +78,7 @@ def differentiable_loss(
         grads = jax.tree.map(_once.bind, grads)
         return {**found, "loss": _once.bind(found["loss"])}, (plain.params, grads)
 
-    def backward(
-        kept: tuple[Params, Params], cotangents: dict[str, Any]
-    ) -> tuple[StepArguments | None]:
+    def backward(kept: tuple[Params, Params], cotangents: dict[str, Any]) -> tuple[StepArguments]:
         params, grads = kept
         outside = cotangents["loss"]
 
@@ -90,8 +88,8 @@ def differentiable_loss(
             found = grad if is_next else grad * jnp.asarray(outside, grad.dtype)
             return on_mesh_of(param, found.astype(param.dtype))
 
-        found = jax.tree.map(scaled, params, grads, replaced(params))
-        return (StepArguments(found, batch=None, state=None),)  # None for all but the parameters
+        own = jax.tree.map(scaled, params, grads, replaced(params))
+        return (StepArguments(own, batch=None, state=None),)
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
@@ -110,7 +108,7 @@ def differentiable_loss(
 def without_gradient(run: RunStep, call: str) -> RunStep:
     """The run of a call, which raises PipelineError where JAX differentiates it."""
 
-    guarded: jax.custom_vjp[StepResults] = jax.custom_vjp(run)
+    guarded = jax.custom_vjp(run)
 
     def forward(given: StepArguments) -> tuple[StepResults, None]:
         if _moving(given):

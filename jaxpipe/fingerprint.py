@@ -64,7 +64,7 @@ def fingerprint(pipe: Any, params: Params, batch: PyTree = None, **more: object)
 def _of_steps(steps: Any, params: Params, batch: PyTree, more: Mapping[str, str]) -> dict[str, str]:
     """The `fingerprint` of a pipeline's steps."""
     table, mesh = steps.schedule, steps.partition.mesh
-    settings: Any = jax.config
+    settings = jax.config
     found = {
         "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
         f"Python {sys.version.split()[0]}",
@@ -122,9 +122,7 @@ def code_texts(step: Any) -> dict[str, str]:
     but primitives, shapes and numbers.
     """
     code, program = step.code, step.program
-    functions: list[tuple[str, Any]] = [
-        (f"stage {code.kind_of.index(k)}", kind) for k, kind in enumerate(code.kinds)
-    ]
+    functions = [(f"stage {code.kind_of.index(k)}", kind) for k, kind in enumerate(code.kinds)]
     functions = [("first", code.first)] * bool(code.first.evaluate.eqns) + functions
     functions += [] if code.last is None else [("last", code.last)]
     found = {}

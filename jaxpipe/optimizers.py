@@ -124,22 +124,20 @@ class _PerLayer:
         padding = grads["stages"].layout.padding
         cut = partial(by_parameter, Padding.cut_off, padding=padding)
         grads, state, params = cut(grads), cut(state), params and cut(params)
-        both: dict[str, tuple[PyTree, PyTree]] = {}
+        updates: Params = {}
+        after: ByPart = {}
         for key in filter(grads.__contains__, OUTER):
             weights = params and {key: params[key]}
             changes, own = self._update(extra, {key: grads[key]}, state[key][0], weights)
-            both[key] = changes[key], (own,)
+            updates[key], after[key] = changes[key], (own,)
         stages = grads["stages"]
         values = params["stages"] if params else [None] * len(stages)
         chunks = zip(range(len(stages)), stages, state["stages"], values, strict=True)
         found = zip(*(self._update_chunk(extra, *chunk) for chunk in chunks), strict=True)
-        both["stages"] = tuple(map(stages.like, found))
-        updates, after = (
-            by_parameter(Padding.pad, {key: pair[n] for key, pair in both.items()}, padding)
-            for n in range(2)
-        )
+        updates["stages"], after["stages"] = map(stages.like, found)
+        pad = partial(by_parameter, Padding.pad, padding=padding)
         # left to itself XLA brings constants in the state to every device
-        return updates, jax.lax.with_sharding_constraint(after, to)
+        return pad(updates), jax.lax.with_sharding_constraint(pad(after), to)
 
     def _update_chunk(
         self, extra: dict[str, object], v: int, grads: PyTree, state: PyTree, params: PyTree

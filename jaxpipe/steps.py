@@ -144,7 +144,9 @@ class StepRunner:
         mesh = self.partition.mesh
         if step is None:
             step = self.prepare(call, given)
-            self._compare(given, step)
+            if self.executor.compiles and not self.compared:
+                self.compared = True
+                compare_first_step(self, given, step)
         whole = _with_outer(given)
         if self.executor.compiles:
             with own_context(mesh):
@@ -200,13 +202,6 @@ class StepRunner:
             outputs=call is Call.OUTPUTS,
             clock=clock,
         )
-
-    def _compare(self, given: StepArguments, step: PreparedStep) -> None:
-        """Compare the step with those of the other processes, the first time."""
-        if self.compared or not self.executor.compiles:
-            return
-        self.compared = True
-        compare_first_step(self, given, step)
 
     def check_last(self, what: str) -> None:
         """PipelineError without a `last`."""

@@ -69,11 +69,11 @@ def _checkpointed(call: UserFunction, policy: Callable[..., bool] | None) -> Use
     """The call under `jax.checkpoint`; rows that it appends leave it as results."""
 
     @functools.wraps(call)
-    def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
+    def run(*arguments: object, **keywords: Any) -> PyTree:
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
         arguments = without_numpy(arguments)  # what is traced may be an index of them
 
-        def traced() -> tuple[PyTree, ...]:
+        def traced() -> tuple[PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
             if ledger is None:
                 return call(*arguments, **keywords), {}, {}
             own = ledger.again()

@@ -39,15 +39,15 @@ def is_named(path: LeafPath, names: Sequence[str]) -> bool:
     return name in names or name.split("/")[0] in names
 
 
-def _same(leaf: Any) -> Any:
+def _same[T](leaf: T) -> T:
     return leaf
 
 
 def map_rows(
-    change: Callable[[Any], Any],
+    change: Callable[[jax.Array], object],
     batch: PyTree,
     whole: Sequence[str],
-    others: Callable[[Any], Any] = _same,
+    others: Callable[[jax.Array], Any] = _same,
 ) -> PyTree:
     """The batch with `change` of each leaf that has rows, and `others` of each leaf that all
     microbatches are given as it is: those that `whole` names, and positions of a cache.
@@ -56,7 +56,7 @@ def map_rows(
         own = map_rows(change, batch.batch, whole, others)
         return replace(batch, batch=own, position=others(batch.position))
 
-    def changed(path: LeafPath, leaf: object) -> Any:
+    def changed(path: LeafPath, leaf: jax.Array) -> object:
         return (others if is_named(path, whole) else change)(leaf)
 
     return jax.tree_util.tree_map_with_path(changed, batch)

@@ -98,7 +98,7 @@ class Cuts:
 
     parts: int
     # "first" and "last" (and "shared") -> what `spread` was given
-    dims: Mapping[str, Any] = field(default_factory=dict)
+    dims: ByPart = field(default_factory=dict)
 
     def dim(self, key: str, path: LeafPath) -> int | None:
         """The dim along which the parameter at a path is cut; None where it is whole."""
@@ -108,7 +108,7 @@ class Cuts:
         dims = by_path(self.dims[key], lambda node: node is None)
         return next((dim for prefix, dim in dims.items() if holds(prefix, name)), 0)
 
-    def faults(self, params: Mapping[str, PyTree]) -> list[str]:
+    def faults(self, params: Params) -> list[str]:
         """Canonical parameters that cannot be cut."""
         found = []
         for key in self.dims:
@@ -365,7 +365,7 @@ class Function:
         more |= {"ctx", "state"} if self.cached else set()
         return self.wants & {"ctx", "microbatch", "state"} | more
 
-    def run(self, *arguments: PyTree, keywords: Mapping[str, PyTree]) -> Any:
+    def run(self, *arguments: object, keywords: Mapping[str, PyTree]) -> Any:
         """Call it with those keywords that it takes; an error from inside says which function it
         was and what its arguments were.
         """
@@ -393,7 +393,7 @@ class Function:
             )
             raise
 
-    def results(self, names: Mapping[str, str], out: Any) -> dict[str, Any]:
+    def results(self, names: Mapping[str, str], out: object) -> dict[str, Any]:
         """What the function returned by name; PipelineError where it is not a tuple of as many.
         `names` say why each must be there.
         """
@@ -406,7 +406,7 @@ class Function:
             )
         return dict(zip(names, out, strict=True))
 
-    def loss_of(self, loss: Any, advice: str = "") -> Array:
+    def loss_of(self, loss: object, advice: str = "") -> Array:
         """A loss that the function returned, as a scalar; PipelineError for what is none.  A Python
         number is one.
         """
@@ -422,7 +422,7 @@ class Function:
         return summable(found)
 
 
-def one_array(value: Any) -> Array:
+def one_array(value: object) -> Array:
     """What a function returned, as an array; one without elements for a tree."""
     return jnp.asarray(value) if jax.tree_util.all_leaves([value]) else jnp.zeros(0)
 

@@ -15,7 +15,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import PyTreeDef
 
-from ..arrays import Number, PyTree, Rng, by_index, described, is_key, shapes_of, summable, zeros_of
+from ..arrays import (
+    ByPart,
+    Number,
+    PyTree,
+    Rng,
+    by_index,
+    described,
+    is_key,
+    shapes_of,
+    summable,
+    zeros_of,
+)
 from ..errors import PipelineError
 from ..table.effects import By
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
@@ -75,7 +86,7 @@ class Ledger:
         """The same ledger for one layer of the stage: layers share no names."""
         return replace(self, prefix=f"{place}/")
 
-    def append(self, name: str, rows: Array, axis: int) -> Any:
+    def append(self, name: str, rows: Array, axis: int) -> Array:
         """Return the whole buffer; PipelineError for a used name or other shapes."""
         rows, name = jnp.asarray(rows), self.prefix + name
         if name in self.rows:
@@ -92,7 +103,7 @@ class Ledger:
         functions = self.functions
         room = functions.room or functions.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
-        buffer: Any = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
+        buffer = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (shape, rows.dtype):
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {described(rows)} finds a buffer of "
@@ -109,6 +120,8 @@ class Ledger:
         return buffer
 
 
+# The parameters that a function is given: its own, and the shared ones.
+ParamPair: TypeAlias = "tuple[PyTree, PyTree]"
 # The arguments of a function besides parameters and x, by name.
 Extra: TypeAlias = "dict[str, PyTree]"
 
@@ -116,9 +129,9 @@ Extra: TypeAlias = "dict[str, PyTree]"
 class StageOutput(NamedTuple):
     """The results of a stage besides x; () for those that it does not have."""
 
-    loss: Any = ()  # a scalar that is added to the loss of the microbatch
+    loss: Array | tuple[()] = ()  # a scalar that is added to the loss of the microbatch
     state: PyTree = ()  # what the next microbatch finds as `state`; has no gradient
-    carried: PyTree = ()  # (carry, buffers by name) that the next slice finds
+    carried: tuple[object, ...] = ()  # (carry, buffers by name) that the next slice finds
     rows: PyTree = ()  # what it appended: (rows by name, number of the slice), or ()
 
 
@@ -146,7 +159,7 @@ def mean_over_microbatches(metrics: PyTree, total: Callable[[Array], Array], par
     return jax.tree.map(lambda leaf: total(summable(leaf)) / parts, metrics)
 
 
-def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
+def with_aux(loss: Array, aux: Sequence[PyTree]) -> Any:
     """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
 
@@ -177,7 +190,7 @@ class Functions:
         stages = tuple(replace(function, cached=True) for function in self.stages)
         return replace(self, stages=stages, room=room)
 
-    def over(self, axis: str, sizes: Mapping[str, PyTree]) -> Functions:
+    def over(self, axis: str, sizes: ByPart) -> Functions:
         """The same functions, whose spread ones know the axis and the sizes of whole parameters."""
         ends = {}
         for key in filter(self.spreads, ("first", "last")):
@@ -228,7 +241,7 @@ class Functions:
         """Whether anything passes from slice to slice, or from call to call."""
         return self.slices > 1 or self.room > 0
 
-    def join(self, outputs: PyTree) -> PyTree:
+    def join[T](self, outputs: T) -> T:
         """What the last stage returned for each microbatch, by whole sequences: leaves [M, rows,
         ...] of slices -> [M / slices, rows, ...].
 
@@ -261,13 +274,13 @@ class Functions:
             return before
         return before + ctx.microbatch % self.slices * self.length
 
-    def carried(self, stage: int, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
+    def carried(self, stage: int, params: ParamPair, x: PyTree, extra: Extra) -> tuple[object, ...]:
         """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
         name), each () where there is none.
         """
         if self.slices == 1 or self.room:
             return ()
-        found = jax.eval_shape(
+        found: tuple[object, ...] = jax.eval_shape(
             lambda p, h, e: self.run_stage(stage, p, h, e)[1].carried, params, x, extra
         )
         return found if jax.tree.leaves(found) else ()
@@ -287,7 +300,7 @@ class Functions:
     def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
 
-        def last(_params: PyTree, x: PyTree, _microbatch: PyTree) -> tuple[Array, PyTree]:
+        def last[T](_params: object, x: T, _microbatch: object) -> tuple[Array, T]:
             return jnp.zeros((), jnp.float32), x
 
         function = Function(last, "last", frozenset())
@@ -303,7 +316,7 @@ class Functions:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
 
-    def run_whole(self, key: str, params: PyTree, x: PyTree, extra: Extra) -> Any:
+    def run_whole(self, key: str, params: ParamPair, x: PyTree, extra: Extra) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device.
 
         A spread one finds a mapped axis of length 1 in the place of the mesh's.
@@ -315,7 +328,7 @@ class Functions:
         every = jax.vmap(run, axis_name=axis, axis_size=1)()
         return jax.tree.map(lambda leaf: leaf[0], every)
 
-    def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
+    def run_first(self, params: ParamPair, _x: object, extra: Extra) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
         own, shared = params
         if self.first is None:
@@ -331,7 +344,7 @@ class Functions:
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage(
-        self, stage: int, params: PyTree, x: PyTree, extra: Extra
+        self, stage: int, params: ParamPair, x: PyTree, extra: Extra
     ) -> tuple[PyTree, StageOutput]:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides.
 
@@ -366,8 +379,8 @@ class Functions:
         for name in passes:
             returned[name] = _same_form(function, name, keywords[name], returned[name])
         state, carry = returned.get("state", ()), returned.get("carry", ())
-        buffers: PyTree = {}
-        rows: PyTree = ()
+        buffers: dict[str, Array] = {}
+        rows: tuple[dict[str, Array], Number] | tuple[()] = ()
         if ledger is not None and ledger.rows:
             buffers, rows = ledger.buffers, (ledger.rows, ledger.number)
         if not self.room or not cache:
@@ -402,7 +415,7 @@ class Functions:
                 "carry=function(stage_params, x) -> the first carry)"
             ) from error
 
-    def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Array, PyTree]:
+    def run_last(self, params: ParamPair, y: PyTree, extra: Extra) -> tuple[Array, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
         own, shared = params
         if self.last is None:
@@ -434,7 +447,7 @@ class Functions:
         return self.last.loss_of(out, advice), aux
 
 
-def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:
+def _same_form[T](function: Function, name: str, before: T, after: T) -> T:
     """State or carry as a stage returns it; PipelineError where it is not like the one before."""
     before, after = (jax.tree.map(jnp.asarray, tree) for tree in (before, after))
     if shapes_of(before) != shapes_of(after):

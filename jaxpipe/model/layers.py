@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from ..arrays import Leaves, Params, PyTree, axis_faults
+from ..arrays import Number, Params, PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .calls import LAYER_KEYWORDS, Function, UserFunction
+from .calls import LAYER_KEYWORDS, Context, Function, UserFunction
+from .functions import Extra
 
 EMBEDDING, LOSS = "E", "L"
 OUTER = ("first", "last", "shared")
 
 
-def with_outer(params: Mapping[str, PyTree]) -> Params:
+def with_outer(params: Mapping[str, object]) -> Params:
     """The parameters with an empty tree for what has none."""
     return {"stages": params["stages"], **{key: params.get(key, {}) for key in OUTER}}
 
@@ -167,7 +169,7 @@ class LayerMap:
         wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
 
         def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
-            losses: Leaves = []
+            losses: list[Array] = []
             for run in runs:
                 layer = _Layer(layers[run.letter], keywords, has_loss)
                 x, more = layer.run_each(run, params[run.letter][run.group], x, offsets)
@@ -200,10 +202,10 @@ class _Layer(NamedTuple):
     """The function of a layer, and the keywords of its stage."""
 
     function: Function
-    keywords: Mapping[str, Any]
+    keywords: Extra
     has_loss: bool
 
-    def run(self, x: PyTree, row: PyTree, number: Any, place: int = 0) -> tuple[PyTree, Any]:
+    def run[X](self, x: X, row: PyTree, number: Number, place: int = 0) -> tuple[X, Array | None]:
         """x and the loss of one layer; `number` counts the model's layers, `place` those of the
         stage.
         """
@@ -219,21 +221,21 @@ class _Layer(NamedTuple):
         x, loss = function.results({"x": "", "loss": "stage_loss=True"}, out).values()
         return x, None if loss is None else function.loss_of(loss)
 
-    def run_each(
-        self, run: _LayerRun, stack: PyTree, x: PyTree, offsets: tuple[int, ...]
-    ) -> tuple[PyTree, list[Any]]:
+    def run_each[X](
+        self, run: _LayerRun, stack: PyTree, x: X, offsets: tuple[int, ...]
+    ) -> tuple[X, list[Array | None]]:
         """Apply some rows of a stack one after the other; returns their losses too, or the sum.
         `offsets[stage]` layers come before a stage.
 
         Layers that append rows are no scan, since each has buffers of its own.
         """
         count = run.stop - run.start
-        number: Any = run.layer
-        ctx: Any = self.keywords["ctx"] if "ctx" in self.function.wants else None
+        number: Number = run.layer
+        ctx: Context | None = self.keywords["ctx"] if "ctx" in self.function.wants else None
         if ctx is not None:
             number = jnp.array(offsets, jnp.int32)[ctx.stage] + run.layer
         if run.size == 1 or (ctx is not None and ctx.ledger is not None):
-            losses = []
+            losses: list[Array | None] = []
             for i in range(count):
                 row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
                 x, loss = self.run(x, row, number + i if i else number, run.layer + i)

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import Number, Params, PyTree, Rng, without_numpy, zeros_of
+from ..arrays import ByPart, Leaf, Number, Params, PyTree, Rng, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.effects import By
@@ -90,17 +90,17 @@ class Model:
     """
 
     stages: Any
-    first: Any
-    last: Any
+    first: UserFunction | Spread | None
+    last: UserFunction | Spread | None
     layers: str | None
     contract: Loss
     has_metrics: bool
     stage_loss: bool
-    frozen: Any
+    frozen: Callable[[str, Leaf], bool] | None
     replaced: Replacements
-    time: Any
-    whole: Any
-    carry: Any
+    time: tuple[str, ...]
+    whole: tuple[str, ...]
+    carry: UserFunction | None
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Model:
             )
         elif not callable(stages):
             stages = _listed(stages)
-        contract: Any = loss
+        contract: object = loss
         if not isinstance(contract, Loss):
             known = " or ".join(f"Loss.{member.name}" for member in Loss)
             raise PipelineError(f"loss must be {known}; got {contract!r}")
@@ -144,7 +144,7 @@ class Model:
         time = (time,) if isinstance(time, str) else tuple(time)
         whole = (whole,) if isinstance(whole, str) else tuple(whole)
         _check_names(time, whole)
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "stages": stages,
             "first": first,
             "last": last,
@@ -206,7 +206,7 @@ class Model:
         own = [id(call) for call in self.stages]
         return [Function.of(call, f"stage[{own.index(id(call))}]") for call in self.stages]
 
-    def cuts(self, stages: Sequence[Function]) -> dict[str, Any]:
+    def cuts(self, stages: Sequence[Function]) -> ByPart:
         """The dims along which parameters of spread functions are cut; those under "shared" only
         where every function that takes them is spread.
         """
@@ -262,19 +262,16 @@ class Model:
         plain = make(params)
         functions, numbers = plain.functions, jnp.arange(microbatches, dtype=jnp.int32)
 
-        def microbatch(passed: Any, row: Any) -> Any:
-            index, leaves = row
-            return make(with_leaves(leaves)).microbatch(passed, index)
-
         passed, (losses, aux) = jax.lax.scan(
-            *(microbatch, plain.begin(state), (numbers, leaves)),
+            lambda passed, row: make(with_leaves(row[1])).microbatch(passed, row[0]),
+            *(plain.begin(state), (numbers, leaves)),
             unroll=microbatches == 1,  # XLA leaves a loop of one trip in the program
         )
         loss, *_ = functions.total(losses, aux["count"])
         total = partial(jnp.sum, axis=0)
         metrics = mean_over_microbatches(aux["metrics"], total, microbatches)
         aux = [metrics] if self.has_metrics else []
-        return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
+        return with_aux(loss, [*aux, passed.state] if functions.has_state else aux)
 
     def _plain(self, params: Params, rows: PyTree, rng: Rng, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
@@ -314,7 +311,9 @@ def _check_names(time: Sequence[str], whole: Sequence[str]) -> None:
     PipelineError.refuse("the leaves of the batch are named twice", faults)
 
 
-def _letters(stages: Mapping[str, UserFunction], layers: Any, first: Any, last: Any) -> str:
+def _letters(
+    stages: Mapping[str, UserFunction], layers: str | Layout | None, first: object, last: object
+) -> str:
     """The letters of all layers in model order; PipelineError lists what does not fit the
     functions.
     """
@@ -359,6 +358,13 @@ def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
     return replace(function, spread=spread)
 
 
+class Passed(NamedTuple):
+    """What the stages leave for the next microbatch: a tree for each, or stacked ones."""
+
+    state: PyTree
+    carried: PyTree  # to the next slice of the sequence
+
+
 @dataclass(frozen=True)
 class Plain:
     """The functions for a batch, with parameters and rows."""
@@ -378,27 +384,27 @@ class Plain:
         leaves = jax.tree.leaves(self.params["stages"])
         return int(leaves[0].shape[0]) if leaves else 1
 
-    def begin(self, state: PyTree) -> tuple[PyTree, PyTree]:
-        """State and what passes between slices, of each stage, before the first microbatch."""
+    def begin(self, state: PyTree) -> Passed:
+        """What the stages find before the first microbatch."""
         nothing: PyTree = () if self.stacked else [()] * self.num_stages
         state = state if self.functions.has_state else nothing
         if not self.functions.passes:
-            return state, nothing
+            return Passed(state, nothing)
         number = jnp.int32(0)
-        *_, after = jax.eval_shape(lambda: self.stages(number, (state, nothing)))
-        return state, zeros_of(after[1])
+        *_, after = jax.eval_shape(lambda: self.stages(number, Passed(state, nothing)))
+        return Passed(state, zeros_of(after.carried))
 
     def microbatch(
-        self, passed: tuple[PyTree, PyTree], index: jax.Array
-    ) -> tuple[tuple[PyTree, PyTree], tuple[jax.Array, PyTree]]:
-        """State, what passes between slices, and the number of a microbatch -> both after it,
-        (loss, {"count", "metrics"}).
+        self, passed: Passed, index: jax.Array
+    ) -> tuple[Passed, tuple[jax.Array, PyTree]]:
+        """What the stages find, and the number of a microbatch -> what they leave, (loss, {"count",
+        "metrics"}).
         """
         x, of_stages, passed = self.stages(index, passed)
         loss, aux = self._outer("last", x, self.num_stages - 1, index)
         return passed, (loss + of_stages, aux)
 
-    def stages(self, index: jax.Array, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
+    def stages(self, index: jax.Array, passed: Passed) -> tuple[PyTree, Number, Passed]:
         """x after all stages, the sum of their losses, and what each leaves; `passed` are their
         states and what the slice before left.
         """
@@ -423,13 +429,13 @@ class Plain:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
             rows = numbers, self.params["stages"], *passed
             x, (losses, *after) = jax.lax.scan(stage, x, rows)
-            return x, jnp.sum(losses), (*after,)
+            return x, jnp.sum(losses), Passed(*after)
         results = []
         for s, row in enumerate(zip(self.params["stages"], *passed, strict=True)):
             x, result = stage(x, (s, *row), s)
             results.append(result)
         losses, *after = map(list, zip(*results, strict=True))
-        return x, sum(losses), (*after,)
+        return x, sum(losses), Passed(*after)
 
     def _extra(self, stage: Number, index: jax.Array, wants: frozenset[str], *, of: By) -> Extra:
         return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants, of=of)

@@ -179,7 +179,7 @@ NOTHING_REPLACED = Replacements(Patterns(()), ())
 
 def in_microbatches(
     params: Params, rules: Replacements, count: int
-) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict[str, Any]]]:
+) -> tuple[dict[str, Array], Callable[[Mapping[str, Array]], Params]]:
     """The leaves that are replaced by path, one for each of `count` microbatches, [count, ...], and
     the function (these, of one microbatch) -> parameters.
 
@@ -194,7 +194,7 @@ def in_microbatches(
     found = {path: rules.of(path) for path in leaves}
     rows = {path: _repeated(leaves[path], rule, count) for path, rule in found.items() if rule}
 
-    def with_rows(rows: Mapping[str, Any]) -> dict[str, Any]:
+    def with_rows(rows: Mapping[str, Array]) -> Params:
         return dict(jax.tree.unflatten(tree, list({**leaves, **rows}.values())))
 
     return rows, with_rows

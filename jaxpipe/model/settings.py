@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ..arrays import Leaf, PyTree
 from ..errors import Count, PipelineError, misfit
@@ -75,7 +75,7 @@ def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callab
     """
 
     @wraps(function)
-    def call(*arguments: Any) -> T:
+    def call(*arguments: object) -> T:
         with own_context(mesh):
             results = function(*jax.tree.map(as_automatic, arguments))
         return in_context(mesh, results, to)
@@ -210,7 +210,7 @@ def _explicit(context: jax.sharding.AbstractMesh, spec: PartitionSpec) -> Partit
     return PartitionSpec(*map(kept, spec))
 
 
-def has(tree: PyTree, kind: type) -> bool:
+def has(tree: object, kind: type) -> bool:
     """Whether a leaf is of this type."""
     return any(isinstance(leaf, kind) for leaf in jax.tree.leaves(tree))
 
@@ -242,7 +242,7 @@ class Patterns:
 def frozen_filter(frozen: Any) -> Callable[[str, Leaf], bool] | None:
     """The filter of frozen parameters, from a function or from regular expressions of paths."""
     if frozen is None or callable(frozen):
-        function: Callable[[str, Any], bool] | None = frozen
+        function: Callable[[str, Leaf], bool] | None = frozen
         return function
     patterns = frozen if isinstance(frozen, list | tuple) else [frozen]
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -448,7 +448,7 @@ class Memory:
 
     remat: str | Callable[..., bool] | None = None
     offload: Any = None  # an `Offload` afterwards
-    accumulate: Any = jnp.float32
+    accumulate: DTypeLike | None = jnp.float32
 
     def __post_init__(self) -> None:
         faults = []

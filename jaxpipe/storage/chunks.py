@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import SequenceKey
 
-from ..arrays import Leaves, Params, PyTree, array_faults, axis_faults, by_path, is_key, stacked
+from ..arrays import Leaves, PyTree, array_faults, axis_faults, by_path, is_key, stacked
 from ..errors import PipelineError
 from ..model.calls import Function
 from ..model.layers import OUTER, LayerMap, owned_stages
@@ -48,7 +48,7 @@ class Chunks(tuple[PyTree, ...]):
         return Chunks(chunks, self.layout)
 
 
-def padding_of(params: Params) -> tuple[Padding, ...]:
+def padding_of(params: Mapping[str, object]) -> tuple[Padding, ...]:
     """The padding of placed parameters, as their stages say."""
     stages = params.get("stages")
     return stages.layout.padding if isinstance(stages, Chunks) else ()

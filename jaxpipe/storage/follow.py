@@ -79,8 +79,9 @@ class Followers:
         """The node with a `Follow` for each leaf."""
 
         def of_leaf(path: LeafPath, leaf: Leaf) -> Follow:
+            found = self._follow(*self._named(path), leaf.shape)
             if not (self._unlike and path[0].key == "stages"):
-                return self._follow(*self._named(path), leaf.shape)
+                return found
             assert self._partition is not None
             chunk: Packed = node["stages"][path[1].idx]
             if chunk.layout.forms != self._stages[path[1].idx].layout.forms:
@@ -88,10 +89,10 @@ class Followers:
                 buffer = chunk.layout.of(path[2].key)
                 spec = buffer and self._partition.buffer_spec(buffer, leaf)
                 return Follow(tuple(spec or [self._partition.axis]))
-            found = self._follow(*self._named(path), leaf.shape)
             return replace(found, fits=found.fits and found.follows and not found.lead)
 
-        return dict(jax.tree_util.tree_map_with_path(of_leaf, node))
+        follows: ByPart = jax.tree_util.tree_map_with_path(of_leaf, node)
+        return follows
 
     def shardings(self, node: ByPart) -> ByPart:
         """The sharding of each leaf of a node of placed shapes."""
