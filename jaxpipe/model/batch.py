@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from ..arrays import LeafPath, PyTree, array_faults, path_text
 
@@ -60,12 +59,6 @@ def map_rows(
         return (others if is_named(path, whole) else change)(leaf)
 
     return jax.tree_util.tree_map_with_path(changed, batch)
-
-
-def row_specs(batch: PyTree, whole: Sequence[str], axes: tuple[str, ...]) -> PyTree:
-    """The split of each leaf: rows over the axes, leaves without rows on every device."""
-    rows, everywhere = PartitionSpec(axes or None), PartitionSpec()
-    return map_rows(lambda _: rows, batch, whole, lambda _: everywhere)
 
 
 def num_rows(batch: PyTree, whole: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from ..arrays import (
@@ -29,7 +30,7 @@ from ..arrays import (
 )
 from ..errors import PipelineError
 from ..table.effects import By
-from .batch import Positioned, map_rows, positions, row_specs, split_batch
+from .batch import Positioned, map_rows, positions, split_batch
 from .calls import Context, Function, UserFunction, one_array
 from .keys import keys_of
 
@@ -205,8 +206,9 @@ class Functions:
         return split_batch(batch, count, self.slices, self.time, self.whole)
 
     def specs(self, batch: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """The split of each leaf of a batch over data axes."""
-        return row_specs(batch, self.whole, axes)
+        """The split of a batch: of rows over data axes; leaves without rows are on every device."""
+        rows, everywhere = PartitionSpec(axes or None), PartitionSpec()
+        return map_rows(lambda _: rows, batch, self.whole, lambda _: everywhere)
 
     def extra(
         self, batch: PyTree, rng: Rng, stage: Any, microbatch: Any, wants: frozenset[str], *, of: By
