@@ -67,9 +67,9 @@ def num_rows(batch: PyTree, whole: Sequence[str]) -> int:
     return int(np.shape(with_rows[0])[0])
 
 
-def split_batch(
-    batch: PyTree, count: int, slices: int = 1, time: Sequence[str] = (), whole: Sequence[str] = ()
-) -> PyTree:
+def split_batch[T](
+    batch: T, count: int, slices: int = 1, time: Sequence[str] = (), whole: Sequence[str] = ()
+) -> T:
     """Leaves [rows, ...] -> [count, rows / sequences, ...], rows in order: entry m is slice m %
     slices of sequence m // slices.  Leaves without a time axis are the same for all slices of a
     sequence, and those that `whole` names stay as they are.
@@ -88,7 +88,8 @@ def split_batch(
         cut = rows.reshape(*rows.shape[:2], slices, length, *leaf.shape[2:])
         return jnp.moveaxis(cut, 2, 1).reshape(count, rows.shape[1], length, *leaf.shape[2:])
 
-    return jax.tree_util.tree_map_with_path(split, batch)
+    found: T = jax.tree_util.tree_map_with_path(split, batch)
+    return found
 
 
 def positions(batch: PyTree, time: Sequence[str], axis: int = 1) -> int:

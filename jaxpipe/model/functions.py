@@ -150,14 +150,15 @@ def share_of(count: Array) -> Array:
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
 
-def mean_over_microbatches(metrics: PyTree, total: Callable[[Array], Array], parts: int) -> PyTree:
+def mean_over_microbatches[T](metrics: T, total: Callable[[Array], Array], parts: int) -> T:
     """The mean of metrics; `total` sums a leaf over its `parts`.  PipelineError for keys."""
     if keys := [name for name, leaf in by_index(metrics, "metrics").items() if is_key(leaf)]:
         raise PipelineError(
             f"`last` returns keys of random numbers as {', '.join(keys)}; metrics are averaged "
             "over microbatches, and keys have no mean: leave them out"
         )
-    return jax.tree.map(lambda leaf: total(summable(leaf)) / parts, metrics)
+    means: T = jax.tree.map(lambda leaf: total(summable(leaf)) / parts, metrics)
+    return means
 
 
 def with_aux(loss: Array, aux: Sequence[PyTree]) -> Any:
@@ -345,9 +346,9 @@ class Functions:
         keywords = self._keywords(self.first, extra | {"shared": shared})
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
-    def run_stage(
-        self, stage: int, params: ParamPair, x: PyTree, extra: Extra
-    ) -> tuple[PyTree, StageOutput]:
+    def run_stage[X](
+        self, stage: int, params: ParamPair, x: X, extra: Extra
+    ) -> tuple[X, StageOutput]:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides.
 
         "carried" in `extra` is (carry, buffers) of the slice before.  With a cache "state" is

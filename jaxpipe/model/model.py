@@ -411,7 +411,7 @@ class Plain:
         functions, shared = self.functions, self.params["shared"]
         x = self._outer("first", (), 0, index)
 
-        def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
+        def stage[X](x: X, row: PyTree, at: int = 0) -> tuple[X, PyTree]:
             number, own, state, carried = row
             function = functions.stages[at]
             extra = self._extra(number, index, function.wants_arrays, of=By.STAGE)
