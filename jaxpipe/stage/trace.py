@@ -23,10 +23,10 @@ from ..arrays import Leaf, Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
+    Atom,
     ClosedJaxpr,
     by_leaves,
     closed_jaxpr,
-    copied,
     producers,
     reads,
     renamed,
@@ -37,6 +37,7 @@ from ..jaxprs.equations import (
 )
 from ..jaxprs.flat import flatten, stores_on_host
 from ..jaxprs.layers import in_layers
+from ..jaxprs.loops import traced
 from ..jaxprs.products import with_wide_products
 from ..lowering.target import Form
 from ..model.functions import StageOutput
@@ -54,13 +55,10 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
         return code
     total, buffers = code.num_outputs, code.spans(INPUTS, len(code.known))[Place.BUFFER]
     *rows, number = code.forward.outvars[total : total + count]
-    newvar, writes = core.gensym(), list[core.JaxprEqn]()
-    filled: dict[core.Var, core.Var] = {}
+    writes, filled = list[core.JaxprEqn](), dict[core.Var, Atom]()
     for buffer, row in zip(code.forward.invars[buffers], rows, strict=True):
-        traced = _write(buffer.aval, row.aval, number.aval)
-        env: dict[Any, Any] = dict(zip(traced.invars, (buffer, row, number), strict=True))
-        writes += copied(traced.eqns, env, newvar)
-        filled[buffer] = env[traced.outvars[0]]
+        eqns, filled[buffer] = traced(_written, buffer, row, number)
+        writes += eqns
     after = renamed(code.forward, filled)
     outs = [*after.outvars[:total], *after.outvars[total + count :]]
     forward = after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
@@ -68,16 +66,12 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
     return replace(code, forward=forward, evaluate=evaluate)
 
 
-def _write(buffer: Any, rows: Any, number: Any) -> core.Jaxpr:
-    """Write the rows of slice `number` into the buffer, all given by their avals."""
+def _written(buffer: jax.Array, rows: jax.Array, number: jax.Array) -> jax.Array:
+    """The buffer with the rows of slice `number`."""
     axis = next(i for i, (a, b) in enumerate(zip(buffer.shape, rows.shape, strict=True)) if a != b)
-
-    def update(buffer: jax.Array, rows: jax.Array, number: jax.Array) -> jax.Array:
-        zero, start = jnp.int32(0), number * jnp.int32(rows.shape[axis])
-        starts = [start if i == axis else zero for i in range(buffer.ndim)]
-        return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
-
-    return jax.make_jaxpr(update)(buffer, rows, number).jaxpr
+    zero, start = jnp.int32(0), number * jnp.int32(rows.shape[axis])
+    starts = [start if i == axis else zero for i in range(buffer.ndim)]
+    return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
 
 
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
@@ -295,8 +289,8 @@ def _trace_at_once(
         (grads,) = vjp([d.astype(v.dtype) for d, v in zip(late, values, strict=True)])
         return results, grads
 
-    traced, (results, _) = jax.make_jaxpr(whole, return_shape=True)(params, x, extra, late)
-    flat = flatten(traced)
+    closed, (results, _) = jax.make_jaxpr(whole, return_shape=True)(params, x, extra, late)
+    flat = flatten(closed)
     jaxpr = _without_axes(with_inputs(flat))
     code = StageCode(
         consts=tuple(flat.consts),
@@ -328,16 +322,16 @@ def trace_last(
 
     # the widest dtype, so that the seed of a float64 loss is not rounded
     seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    traced = _trace_at_once(call, params, y, extra, uses, [seed, seed], training=training)
-    traced, loses_count = traced.without_last_cotangent()
-    loss, aux = traced.results
-    code = traced.hoisted()
+    at_once = _trace_at_once(call, params, y, extra, uses, [seed, seed], training=training)
+    at_once, loses_count = at_once.without_last_cotangent()
+    loss, aux = at_once.results
+    code = at_once.hoisted()
     return replace(
         code,
         y_tree=jax.tree.structure(aux),
         avals=by_place({**code.avals, Place.LOSSES: loss, Place.AUX: aux}),
         # the results are the loss, the count and metrics
-        count=traced.of_extra(1) if jax.tree.leaves(aux["count"]) else None,
+        count=at_once.of_extra(1) if jax.tree.leaves(aux["count"]) else None,
         loses_count=loses_count,
     )
 
