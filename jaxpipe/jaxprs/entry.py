@@ -348,10 +348,6 @@ class Alone(NamedTuple):
         value = as_dtype(value, self.pool.dtype)
         return lax.dynamic_update_index_in_dim(self.pool, value, row, 0)
 
-    def add(self, value: Array) -> Array:
-        """The sum of the value in the slot and another one."""
-        return self.pool + as_dtype(value, self.pool.dtype)
-
 
 class Piece(NamedTuple):
     """A value that is kept raveled in a long array, from `start` on; as a target an accumulator:
