@@ -4,7 +4,7 @@ they hold, the critical path, and a run compared with its plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -487,3 +487,8 @@ def simulate(
         )
         ScheduleError.refuse("the schedule needs too much memory", found)
     return timeline
+
+
+def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
+    """The schedule with the least makespan under these costs; of equals, the first."""
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)

@@ -24,7 +24,6 @@ import numpy as np
 
 from ..engine.costs import Costs, StageCosts
 from ..engine.loop import loop_of
-from ..engine.simulate import simulate
 from ..table.clock import NEVER
 from ..table.encoded import encode
 from ..table.kinds import Action, Kind, Release
@@ -427,11 +426,6 @@ def fitted(
     # One sequence after the other keeps every cap.
     best = min((run for run, _ in finalists), key=lambda run: run[1:])
     return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
-
-
-def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
-    """The schedule with the least makespan under these costs; of equals, the first."""
-    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
 def forward_order(placement: Placement, microbatches: int) -> Schedule:

@@ -17,13 +17,13 @@ from ..engine.bounds import (
     lower_bound,
 )
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
+from ..engine.simulate import shortest, simulate
 from ..errors import ScheduleError
 from ..table.placement import Placement
 from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import flipped, merge_backward, sliced
 from ._beam import improved
-from ._list_scheduling import fitted, shortest
+from ._list_scheduling import fitted
 from .loop import dualpipev, interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, TypeAlias
 
 from ..engine.costs import Costs
+from ..engine.simulate import shortest
 from ..errors import (
     MAX_DEVICES,
     MAX_PAIRS,
@@ -23,7 +24,7 @@ from ..errors import (
 from ..table.placement import Placement
 from ..table.schedule import Objective, Schedule
 from ..transforms.rewrites import forward_only as only_forwards, sliced
-from ._list_scheduling import forward_order, shortest
+from ._list_scheduling import forward_order
 from .auto import auto
 from .loop import (
     dualpipe,

@@ -8,7 +8,7 @@ same device.
 from __future__ import annotations
 
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
+from ..engine.simulate import shortest, simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import (
@@ -17,7 +17,6 @@ from ._list_scheduling import (
     fitted,
     least_peak,
     list_schedule,
-    shortest,
     wave_order,
 )
 from .loop import even_groups, in_chunks, in_groups, in_turns

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
-from ..engine.simulate import simulate
+from ..engine.simulate import shortest, simulate
 from ..errors import Count, PipelineError, ScheduleError, typed
 from ..table.clock import NEVER
 from ..table.kinds import Action, Kind, Value, readers
@@ -218,10 +218,7 @@ def _placed(
     whole = _shortest(plain, costs, kinds)
     if simulate(whole, costs).makespan <= enough or not plain.encoded.of_kinds((Kind.B,)).any():
         return whole
-    return min(
-        (whole, _shortest(split_backward(plain), costs, kinds)),
-        key=lambda table: simulate(table, costs).makespan,
-    )
+    return shortest((whole, _shortest(split_backward(plain), costs, kinds)), costs)
 
 
 def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule:
@@ -240,7 +237,7 @@ def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule
     at_once = replace(costs, transfer=0)
     rhythms = {c.for_stages(stages): c for c in (replace(at_once, **times), at_once, costs)}
     tables = dict.fromkeys(_TableRun(plain, each, kinds).table() for each in rhythms.values())
-    return min(tables, key=lambda table: simulate(table, costs).makespan)
+    return shortest(tables, costs)
 
 
 def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
