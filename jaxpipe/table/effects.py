@@ -370,11 +370,6 @@ class Move(NamedTuple):
     reads: Mapping[str, Place]
     writes: Mapping[str, Place]
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """All columns in their order."""
-        return (self.value, *self.reads, *self.writes)
-
 
 # What is stored is read before the tick's blocks, and is in the host's slot when they are over.
 # What is fetched is read then too, and is in the device's slots when the tick is over.
