@@ -26,7 +26,7 @@ from ..engine.loop import Insertion
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
 from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import MESSAGES, Action, Cell, Kind, Overlap, Value, parts, readers
+from ..table.kinds import MESSAGES, Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, remove_recompute
 
@@ -80,10 +80,7 @@ def _cells(schedule: Schedule) -> list[Cell]:
     table = schedule.encoded
     cells: list[Cell] = []
     for cell in chain.from_iterable(schedule.rows):
-        if cell is not None:
-            cells.append(cell)
-        if isinstance(cell, Overlap):
-            cells.append(None)
+        cells += (cell, None)[: len(parts(cell))]
     users = np.flatnonzero(table.crosses)
     received: dict[int, Kind] = {
         user: message.receive for message in MESSAGES for user in message.users
