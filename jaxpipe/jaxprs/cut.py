@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from .equations import (
     reads,
     renamed,
     scan_counts,
+    shaped,
     stacked_aval,
     variables,
     with_equations,
@@ -161,7 +163,8 @@ def cut(
     newvar, late = core.gensym(), set(late)
     for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
         if isinstance(choice, Split):
-            halves = _scan_halves(eqn, choice, late, newvar, repeat=repeat, early=early)
+            halve = partial(cut, repeat=repeat, early=early)
+            halves = _scan_halves(eqn, choice, late, newvar, halve)
             first += halves[0]
             second += halves[1]
             late.update(_marked(eqn.outvars, [not f for f in choice.first]))
@@ -189,7 +192,7 @@ def _scan_halves(
     choice: Split,
     late: Collection[core.Var],
     newvar: NewVar,
-    **rules: Any,
+    halve: Callable[..., tuple[core.Jaxpr, core.Jaxpr]],
 ) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
     """Cut a scan: the first one stacks what crosses in each trip, the second one scans over that.
 
@@ -199,14 +202,13 @@ def _scan_halves(
     carry = [v for _, v in scan.carry]
     body = eqn.params["jaxpr"].jaxpr
     operands = zip(eqn.invars, body.invars, strict=True)
-    before, after = cut(
+    before, after = halve(
         body,
         choice.body,
         outputs=choice.first,
         late=[v for a, v in operands if isinstance(a, core.Var) and a in late]
         + _marked(carry, others[: len(carry)]),
         hidden=_marked(carry, choice.first[: len(carry)]),
-        **rules,
     )
     # A value that crosses in each trip and is an output of the scan too is stacked only once.
     stacked = {
@@ -216,7 +218,7 @@ def _scan_halves(
     }
     crossing = variables(before.outvars[sum(choice.first) :])
     new = [v for v in crossing if v not in stacked]
-    stacked |= {v: newvar(stacked_aval(v.aval, eqn.params["length"])) for v in new}
+    stacked |= {v: newvar(stacked_aval(shaped(v), eqn.params["length"])) for v in new}
     first, second = [], []
     if any(choice.first) or new:
         ys = [(v, stacked[v]) for v in new]
@@ -260,7 +262,7 @@ def _part(
     ).equation()
 
 
-def _marked(values: Iterable[Any], marks: Sequence[bool]) -> list[Any]:
+def _marked[T](values: Iterable[T], marks: Sequence[bool]) -> list[T]:
     return [value for value, marked in zip(values, marks, strict=True) if marked]
 
 

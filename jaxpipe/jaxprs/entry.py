@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import as_dtype
+from ..arrays import Number, as_dtype
 from .equations import nbytes, tiled_bytes
 
 
@@ -249,12 +249,12 @@ def _cut_off(value: Array, before: tuple[int, ...], size: int) -> Array:
 
 
 class Slot(NamedTuple):
-    """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps
+    """One entry of a pool: `pool[number]`, where the pool has a leading axis of slots and keeps
     values as `entry` says.  Where `filled` is False, zeros are read.
     """
 
     pool: Array
-    index: Any
+    number: Number
     entry: Entry
     filled: Array | bool = True
 
@@ -263,7 +263,7 @@ class Slot(NamedTuple):
         return self.entry.unpack(self._kept())
 
     def _kept(self) -> Array:
-        kept = lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
+        kept = lax.dynamic_index_in_dim(self.pool, self.number, 0, keepdims=False)
         return kept if self.filled is True else jnp.where(self.filled, kept, 0)
 
     def add(self, value: Array) -> Array:
@@ -275,33 +275,33 @@ class Slot(NamedTuple):
         if self.entry.tile and not self.entry.pinned:
             value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
         value = self.entry.pack(value)
-        return lax.dynamic_update_index_in_dim(self.pool, self._kept() + value, self.index, 0)
+        return lax.dynamic_update_index_in_dim(self.pool, self._kept() + value, self.number, 0)
 
     def store(self, value: Array) -> Array:
         """The pool with the entry replaced."""
         # A literal of a jaxpr is a number.
         value = as_dtype(value, self.pool.dtype)
-        return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
+        return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.number, 0)
 
     def store_flat(self, value: Array) -> Array:
         """The pool with the raveled value at the beginning of the entry; the entry is one long
         array.
         """
         value = self.entry.pack_flat(as_dtype(value, self.pool.dtype).ravel())
-        start = (self.index, *(jnp.int32(0) for _ in value.shape))
+        start = (self.number, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None], start)
 
     def load_row(self, row: Array) -> Array:
-        """`pool[index, row]`."""
+        """`pool[number, row]`."""
         if not self.entry.by_row or self.filled is not True:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         kept = self.pool.shape[2:]
-        start = (self.index, row, *(jnp.int32(0) for _ in kept))
+        start = (self.number, row, *(jnp.int32(0) for _ in kept))
         own = lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
         return self.entry.unpack(own, 1)
 
     def store_row(self, row: Array, value: Array) -> Array:
-        """The pool with `pool[index, row]` replaced."""
+        """The pool with `pool[number, row]` replaced."""
         if not self.entry.by_row:
             return self.store(
                 lax.dynamic_update_index_in_dim(
@@ -309,7 +309,7 @@ class Slot(NamedTuple):
                 )
             )
         value = self.entry.pack(as_dtype(value, self.pool.dtype), 1)
-        start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
+        start = (self.number, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
     def store_rows(self, rows: Array, *starts: Array) -> Array:
@@ -322,7 +322,7 @@ class Slot(NamedTuple):
         kept = own.pack(rows.astype(self.pool.dtype))
         zero, at = jnp.int32(0), starts[1] // rows.shape[1] * own.rest[0]
         before, after = kept.ndim - len(own.rest), len(own.rest) - 1
-        start = (self.index, *[zero] * before, at.astype(jnp.int32), *[zero] * after)
+        start = (self.number, *[zero] * before, at.astype(jnp.int32), *[zero] * after)
         return lax.dynamic_update_slice(self.pool, kept[None], start)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,27 @@ from jax.extend import core
 from jax.extend.core.primitives import convert_element_type_p
 from jax.typing import ArrayLike
 
-from ..arrays import Leaves, PyTree
+from ..arrays import Leaf, Leaves
 
 T = TypeVar("T")
 
 Atom: TypeAlias = core.Var | core.Literal
-NewVar: TypeAlias = Callable[[Any], core.Var]
-Pairs: TypeAlias = "Sequence[tuple[Any, Any]]"
+NewVar: TypeAlias = "Callable[[jax_core.AbstractValue], core.Var]"
+Pairs: TypeAlias = "Sequence[tuple[Atom, core.Var]]"
 # A jaxpr with values for its constants.  It is a class of its own in JAX 0.11, which JAX 0.12 does
 # not name any more.
 ClosedJaxpr: TypeAlias = core.Jaxpr
-_CLOSED: Any = type(jax.make_jaxpr(lambda: ())())
+_CLOSED = type(jax.make_jaxpr(lambda: ())())
 
 
 def closed_jaxpr(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike] = ()) -> ClosedJaxpr:
     """The jaxpr with these values for its constants."""
-    closed: ClosedJaxpr = _CLOSED(jaxpr, list(consts))
-    return closed
+    return _CLOSED(jaxpr, list(consts))
+
+
+def shaped(atom: Atom) -> jax_core.ShapedArray:
+    """The shape and dtype of a variable or a literal, which JAX types as any abstract value."""
+    return cast("jax_core.ShapedArray", atom.aval)
 
 
 def variables(atoms: Iterable[object]) -> list[core.Var]:
@@ -106,22 +110,22 @@ def renamed(jaxpr: core.Jaxpr, env: Mapping[core.Var, Atom]) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
-def substituted(atoms: Iterable[Atom], env: Mapping[core.Var, Atom]) -> list[Any]:
+def substituted(atoms: Iterable[Atom], env: Mapping[core.Var, Atom]) -> list[Atom]:
     """The atoms, with other values in place of some variables."""
     return [env.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 
 
 def copied(
-    eqns: Iterable[core.JaxprEqn], env: dict[core.Var, Any], newvar: NewVar
-) -> list[core.JaxprEqn]:
-    """The equations with new variables for their results; `env` has the new ones then."""
-    found = []
+    eqns: Iterable[core.JaxprEqn], env: Mapping[core.Var, Atom], newvar: NewVar
+) -> tuple[list[core.JaxprEqn], dict[core.Var, Atom]]:
+    """The equations with new variables for their results, and `env` with these."""
+    found, env = [], dict(env)
     for eqn in eqns:
         inputs = substituted(eqn.invars, env)
         outputs = [newvar(v.aval) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outputs, strict=True))
         found.append(eqn.replace(invars=inputs, outvars=outputs))
-    return found
+    return found, env
 
 
 def producers(
@@ -214,8 +218,7 @@ class Scan:
 
 def literal(atom: core.Literal) -> jax.Array:
     """The value of a literal (it may be a plain number) as an array."""
-    aval: Any = atom.aval
-    return jnp.asarray(atom.val, aval.dtype)
+    return jnp.asarray(atom.val, shaped(atom).dtype)
 
 
 def results_of(code: ClosedJaxpr, *arguments: object) -> Leaves:
@@ -226,10 +229,10 @@ def results_of(code: ClosedJaxpr, *arguments: object) -> Leaves:
 
 
 def traced_once(
-    function: Callable[..., Any],
-    *arguments: Any,
+    function: Callable[..., T],
+    *arguments: object,
     change: Callable[[core.Jaxpr], core.Jaxpr] = lambda jaxpr: jaxpr,
-) -> tuple[Callable[..., Any], ClosedJaxpr]:
+) -> tuple[Callable[..., T], ClosedJaxpr]:
     """A function that does the same for arguments of these shapes by its jaxpr, which is changed,
     so that Python runs the given one once; and the jaxpr.
     """
@@ -237,14 +240,14 @@ def traced_once(
     closed = closed_jaxpr(change(closed.jaxpr), closed.consts)
     tree = jax.tree.structure(shapes)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> T:
         return jax.tree.unflatten(tree, results_of(closed, *jax.tree.leaves(arguments)))
 
     return call, closed
 
 
 def by_leaves(
-    function: Callable[..., T], arguments: tuple[PyTree, ...], wanted: Sequence[bool]
+    function: Callable[..., T], arguments: tuple[object, ...], wanted: Sequence[bool]
 ) -> tuple[Callable[[Leaves], T], Leaves]:
     """The function of the wanted leaves of its arguments alone, and these leaves."""
     leaves, tree = jax.tree.flatten(arguments)
@@ -296,12 +299,12 @@ def is_gather(eqn: core.JaxprEqn) -> bool:
     return not any(spec) and not eqn.params.get("unconstrained_dims")
 
 
-def is_fp8(aval: Any) -> bool:
+def is_fp8(aval: Leaf) -> bool:
     """Whether an array is floating with one byte an element."""
     return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and aval.dtype.itemsize == 1
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: Leaf) -> int:
     """Bytes of an array with this aval (PRNG keys count as their words)."""
     size = int(np.prod(aval.shape, dtype=np.int64))
     try:
@@ -324,7 +327,7 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, tile: Sequence[int]) -> int
     return math.prod(outer) * -(-row // tile[1]) * tile[1] * itemsize
 
 
-def stacked_aval(aval: Any, length: int) -> jax_core.ShapedArray:
+def stacked_aval(aval: Leaf, length: int) -> jax_core.ShapedArray:
     """The aval of `length` of these, one from each trip of a scan."""
     return jax_core.ShapedArray((length, *aval.shape), aval.dtype)
 
@@ -359,16 +362,16 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
             moved += times * sum(part.bytes for part in taken)
         elif eqn.primitive.name in _MATMULS:
             flops += 2 * _multiplications(eqn)
-            moved += sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
+            moved += sum(nbytes(shaped(v)) for v in (*eqn.invars, *eqn.outvars))
         else:
             flops += sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
     return Work(flops, moved)
 
 
-def _multiplications(eqn: Any) -> int:
+def _multiplications(eqn: core.JaxprEqn) -> int:
     """Of a matmul or a convolution."""
-    size = math.prod(eqn.outvars[0].aval.shape)
-    left, right = (v.aval.shape for v in eqn.invars[:2])
+    size = math.prod(shaped(eqn.outvars[0]).shape)
+    left, right = (shaped(v).shape for v in eqn.invars[:2])
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return int(size * math.prod(left[d] for d in contracted))
@@ -424,9 +427,8 @@ class Reductions:
         if eqn.primitive.name in _ALL_REDUCES and not self.alone.isdisjoint(eqn.params["axes"]):
             axes = tuple(name for name in eqn.params["axes"] if name not in self.alone)
             eqn = eqn.replace(params=eqn.params | {"axes": axes})
-        inputs, outputs = (
-            {id(a): a for a in atoms if _is_narrow(a)} for atoms in (eqn.invars, eqn.outvars)
-        )
+        inputs = {id(a): a for a in eqn.invars if _is_narrow(a)}
+        outputs = {id(v): v for v in eqn.outvars if _is_narrow(v)}
         if not (self.widen and inputs and eqn.primitive.name in _REDUCTIONS):
             yield eqn
             return
@@ -440,13 +442,13 @@ class Reductions:
         yield from (_converted(eqn, wide[key], a) for key, a in outputs.items())
 
 
-def _is_narrow(atom: Any) -> bool:
-    return bool(atom.aval.dtype == jnp.bfloat16)
+def _is_narrow(atom: Atom) -> bool:
+    return bool(shaped(atom).dtype == jnp.bfloat16)
 
 
-def _converted(eqn: core.JaxprEqn, value: Any, var: Any) -> core.JaxprEqn:
+def _converted(eqn: core.JaxprEqn, value: Atom, var: core.Var) -> core.JaxprEqn:
     """The conversion of a value to a variable's dtype, with the context of an equation."""
-    params = {"new_dtype": var.aval.dtype, "weak_type": False, "sharding": None}
+    params = {"new_dtype": shaped(var).dtype, "weak_type": False, "sharding": None}
     return eqn.replace(
         primitive=convert_element_type_p,
         invars=[value],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,8 +31,8 @@ from .loops import counting
 REMAT = ("remat2", "checkpoint")
 CALLS = ("jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", *REMAT)
 
-# JAX has no public name for its memory spaces.
-_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
+# JAX has no public name for it.
+MemorySpace = type(jax.typeof(np.float32(0)).memory_space)
 
 
 def stores_on_host(jaxpr: core.Jaxpr) -> bool:
@@ -41,7 +40,7 @@ def stores_on_host(jaxpr: core.Jaxpr) -> bool:
     offload write it.
     """
     moves = (eqn for eqn in every_equation(jaxpr) if _is_move(eqn))
-    return any(_Space.Host in eqn.params["devices"] for eqn in moves)
+    return any(MemorySpace.Host in eqn.params["devices"] for eqn in moves)
 
 
 def _is_move(eqn: core.JaxprEqn) -> bool:
@@ -49,7 +48,7 @@ def _is_move(eqn: core.JaxprEqn) -> bool:
     host.
     """
     return eqn.primitive.name == "device_put" and all(
-        isinstance(to, _Space) for to in eqn.params["devices"]
+        isinstance(to, MemorySpace) for to in eqn.params["devices"]
     )
 
 
@@ -68,19 +67,17 @@ def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The jaxpr with all values on the device, also in loops, branches and calls."""
-    newvar, env, eqns = core.gensym(), dict[core.Var, Any](), list[core.JaxprEqn]()
+    newvar, env, eqns = core.gensym(), dict[core.Var, Atom](), list[core.JaxprEqn]()
 
     def fresh(var: core.Var) -> core.Var:
-        aval: Any = var.aval
-        on_host = getattr(aval, "memory_space", None) is _Space.Host
-        return newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
+        on_host = getattr(var.aval, "memory_space", None) is MemorySpace.Host
+        return newvar(var.aval.update(memory_space=MemorySpace.Device) if on_host else var.aval)
 
     constvars, invars = (list(map(fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
     env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*constvars, *invars], strict=True))
     for eqn in jaxpr.eqns:
-        inputs = substituted(eqn.invars, env)
-        outputs = inputs if _is_move(eqn) else list(map(fresh, eqn.outvars))
-        env.update(zip(eqn.outvars, outputs, strict=True))
+        inputs, outputs = substituted(eqn.invars, env), list(map(fresh, eqn.outvars))
+        env.update(zip(eqn.outvars, inputs if _is_move(eqn) else outputs, strict=True))
         if not _is_move(eqn):
             params = with_bodies(eqn.params, _without_moves)
             eqns.append(eqn.replace(invars=inputs, outvars=outputs, params=params))
@@ -88,19 +85,19 @@ def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
 
 
-def _inlined(closed: ClosedJaxpr, *arguments: Any) -> Leaves:
+def _inlined(closed: ClosedJaxpr, *arguments: jax.Array) -> Leaves:
     """Evaluate a jaxpr without its calls, also in scans, whose bodies then hold no constants."""
     jaxpr = closed.jaxpr
     inputs = [*closed.consts, *arguments]
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
-    def read(atom: Atom) -> Any:
+    def read(atom: Atom) -> jax.Array:
         return literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
         inputs, params = list(map(read, eqn.invars)), eqn.params
         if eqn.primitive.name in CALLS:
-            body: Any = params.get("call_jaxpr", params.get("jaxpr"))
+            body = params.get("call_jaxpr") or params["jaxpr"]
             # That of remat has no constants, and in JAX 0.11 no field for them.
             outs = _inlined(body if hasattr(body, "consts") else closed_jaxpr(body), *inputs)
         else:

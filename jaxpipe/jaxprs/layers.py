@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaf, Leaves, PyTree
-from .equations import Atom, ClosedJaxpr, bind, closed_jaxpr, literal, scan_counts
+from ..arrays import Leaf, Leaves
+from .equations import Atom, ClosedJaxpr, bind, closed_jaxpr, literal, scan_counts, shaped
 from .flat import CALLS, REMAT
 
 
@@ -47,12 +47,16 @@ class Layers:
         return cls(tuple(rows), of)
 
 
-def in_layers(
-    function: Callable[..., Any],
-    arguments: Sequence[PyTree],
+# A value, or a stack as its rows.
+_Stacked: TypeAlias = "jax.Array | Layers"
+
+
+def in_layers[T](
+    function: Callable[..., T],
+    arguments: Sequence[object],
     candidates: Sequence[bool],
     limit: int,
-) -> tuple[Callable[..., Any], Leaves, list[int]]:
+) -> tuple[Callable[..., T], Leaves, list[int]]:
     """The function with those scans unrolled that have at most `limit` trips and scan stacks among
     the first leaves of its arguments, where `candidates` allows it.
 
@@ -80,7 +84,7 @@ def in_layers(
             break
         chosen = kept
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> T:
         values = jax.tree.leaves(list(arguments), is_leaf=_is_layers)
         outs = _Scans(limit).evaluate(closed, *values)
         return jax.tree.unflatten(results, outs)
@@ -106,24 +110,24 @@ class _Scans:
     by_row: set[int] = field(default_factory=set)
     whole: set[int] = field(default_factory=set)
 
-    def evaluate(self, closed: ClosedJaxpr, *arguments: Any) -> Leaves:
+    def evaluate(self, closed: ClosedJaxpr, *arguments: _Stacked) -> Leaves:
         """The results of the jaxpr, whole."""
         return [self._whole(value) for value in self._run(closed, *arguments)]
 
-    def _whole(self, value: Layers | jax.Array) -> jax.Array:
+    def _whole(self, value: _Stacked) -> jax.Array:
         if not isinstance(value, Layers):
             return value
         if value.of is not None:
             self.whole.add(value.of)
         return jnp.stack(value.rows)
 
-    def _run(self, closed: ClosedJaxpr, *arguments: Any) -> Leaves:
+    def _run(self, closed: ClosedJaxpr, *arguments: _Stacked) -> Leaves:
         """The results, still in layers where they are."""
         jaxpr = closed.jaxpr
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env.update(zip(jaxpr.invars, arguments, strict=True))
+        inputs = [*closed.consts, *arguments]
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
-        def read(atom: Atom) -> Any:
+        def read(atom: Atom) -> _Stacked:
             return literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
@@ -142,14 +146,13 @@ class _Scans:
             again = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
             return list(again(*values))
         if name in CALLS and not name.startswith("custom"):
-            called: Any = params.get("call_jaxpr", params.get("jaxpr"))
-            return self._run(called, *values)
+            return self._run(params.get("call_jaxpr") or params["jaxpr"], *values)
         if name == "scan":
             return self._scan(eqn, values)
         first = values[0]
         if len(values) > 1 or len(eqn.outvars) != 1:
             return None
-        out: Any = eqn.outvars[0].aval
+        out = shaped(eqn.outvars[0])
         if name == "convert_element_type":
             rows = [lax.convert_element_type(row, out.dtype) for row in first.rows]
             return [Layers(tuple(rows), first.of)]
@@ -175,7 +178,7 @@ class _Scans:
         for value in filter(_is_layers, scanned):
             self._used(value)
         carry = list(map(self._whole, values[consts:head]))
-        stacks: list[list[Any]] = [[] for _ in eqn.outvars[carries:]]
+        stacks: list[list[jax.Array]] = [[] for _ in eqn.outvars[carries:]]
         order = range(length)
         for i in reversed(order) if eqn.params["reverse"] else order:
             rows = [

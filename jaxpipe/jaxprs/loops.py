@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from .equations import (
     closed_jaxpr,
     copied,
     producers,
+    shaped,
     substituted,
     traced_once,
     variables,
@@ -64,18 +64,16 @@ def _counting(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
 def _compares(condition: core.Jaxpr) -> bool:
     """Whether the condition depends on a comparison of numbers."""
     needed = producers(variables(condition.outvars), condition.eqns)
-    compared: list[Any] = [
-        v.aval for eqn in needed if eqn.primitive.name in COMPARISONS for v in variables(eqn.invars)
-    ]
-    return any(aval.dtype != np.bool_ for aval in compared)
+    compared = (eqn for eqn in needed if eqn.primitive.name in COMPARISONS)
+    return any(shaped(v).dtype != np.bool_ for eqn in compared for v in variables(eqn.invars))
 
 
-def traced(function: Callable[..., Any], *inputs: Any) -> tuple[list[core.JaxprEqn], Any]:
+def traced(function: Callable[..., jax.Array], *inputs: Atom) -> tuple[list[core.JaxprEqn], Atom]:
     """Equations that compute a function of these variables, and the variable of its result."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(shaped, inputs)]
     traced = jax.make_jaxpr(function)(*shapes).jaxpr
-    env: dict[Any, Any] = dict(zip(traced.invars, inputs, strict=True))
-    eqns = copied(traced.eqns, env, core.gensym())
+    named = dict(zip(traced.invars, inputs, strict=True))
+    eqns, env = copied(traced.eqns, named, core.gensym())
     return eqns, substituted(traced.outvars, env)[0]
 
 
@@ -90,13 +88,13 @@ def _extended(
     return closed_jaxpr(changed, closed.consts)
 
 
-def with_counted_loops(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_counted_loops[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """The function with `counting` loops, for `jax.jit`: arguments that are no tracers stay as
     they are.
     """
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         varies = [isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))]
         of_tracers, tracers = by_leaves(
             lambda args, kwargs: function(*args, **kwargs), (args, kwargs), varies

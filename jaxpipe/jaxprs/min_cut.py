@@ -9,12 +9,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from .equations import COMPARISONS, is_fp8, is_gather, is_layout, nbytes, producers, variables
+from .equations import (
+    COMPARISONS,
+    is_fp8,
+    is_gather,
+    is_layout,
+    nbytes,
+    producers,
+    shaped,
+    variables,
+)
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Reductions and matmuls
 # are not among them: their results are kept, and they run once.
@@ -59,10 +68,10 @@ def is_view(eqn: core.JaxprEqn) -> bool:
     wants one order of their dims (`with_fp8_rows`), so a transpose of one is no layout change, but
     a copy.
     """
-    result: Any = eqn.outvars[0].aval
+    result = shaped(eqn.outvars[0])
     if not is_arithmetic(eqn) or is_layout(eqn):
         return is_layout(eqn) and not (eqn.primitive.name == "transpose" and is_fp8(result))
-    is_larger = sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(result)
+    is_larger = sum(nbytes(shaped(v)) for v in variables(eqn.invars)) < nbytes(result)
     return is_larger or not jnp.issubdtype(result.dtype, jnp.inexact)
 
 
@@ -137,7 +146,7 @@ def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     A gathered value has twice the price: a device holds more of it than of the parts that it is
     gathered from, by a factor that is not known here.
     """
-    return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
+    return max(1, nbytes(shaped(var))) * (2 if maker is not None and is_gather(maker) else 1)
 
 
 _FlowNode: TypeAlias = "tuple[core.Var | None, bool]"

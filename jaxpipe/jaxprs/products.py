@@ -18,12 +18,23 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.extend import core
 from jax.extend.core.primitives import dot_general_p
+from jax.typing import DTypeLike
 
 from .cut import known_from
-from .equations import NewVar, is_fp8, scan_counts, substituted, variables, with_each, with_inner
+from .equations import (
+    Atom,
+    NewVar,
+    is_fp8,
+    scan_counts,
+    shaped,
+    substituted,
+    variables,
+    with_each,
+    with_inner,
+)
 from .loops import traced
 
 _WIDE = jnp.dtype(jnp.float32)
@@ -31,7 +42,7 @@ _MOVES = ("transpose", "reshape", "squeeze", "expand_dims")
 
 
 def with_wide_products(
-    jaxpr: core.Jaxpr, totals: Mapping[int, Any], *, start: int = 0
+    jaxpr: core.Jaxpr, totals: Mapping[int, DTypeLike | None], *, start: int = 0
 ) -> core.Jaxpr:
     """The jaxpr in which those products of 16 bits are float32 that are results, and that nothing
     else reads.  Those in scans stay: a row of a stack that is added to has fewer bytes so.
@@ -44,12 +55,11 @@ def with_wide_products(
     uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
     uses.update(variables(jaxpr.outvars))
     maker = {v: eqn for eqn in jaxpr.eqns[start:] for v in eqn.outvars}
-    newvar, env = core.gensym(), dict[Any, core.Var]()
+    newvar, env = core.gensym(), dict[core.Var, core.Var]()
     instead: dict[int, Sequence[core.JaxprEqn]] = {}  # by `id`
-    for number, dtype in totals.items():
-        end: Any = jaxpr.outvars[number]
-        is_made = isinstance(end, core.Var) and end in maker
-        if dtype != _WIDE or not is_made or uses[end] != 1:
+    ends = (jaxpr.outvars[number] for number, dtype in totals.items() if dtype == _WIDE)
+    for end in variables(ends):
+        if end not in maker or uses[end] != 1:
             continue
         eqn = maker[end]
         converts = [eqn] if eqn.primitive.name == "convert_element_type" else []
@@ -74,7 +84,7 @@ def with_fp8_rows(jaxpr: core.Jaxpr, known: Sequence[bool]) -> core.Jaxpr:
             consts, carries = scan_counts(eqn)
             fixed[consts : consts + carries] = [False] * carries
             return [with_inner(eqn, lambda body: with_fp8_rows(body, fixed))]
-        if eqn.primitive is not dot_general_p or not all(is_fp8(v.aval) for v in eqn.invars):
+        if eqn.primitive is not dot_general_p or not all(is_fp8(shaped(v)) for v in eqn.invars):
             return [eqn]
         *turns, dot = traced(partial(_of_rows, eqn.params, fixed), *eqn.invars)[0]
         return [*turns, eqn.replace(invars=dot.invars, params=dot.params)] if turns else [eqn]
@@ -82,7 +92,7 @@ def with_fp8_rows(jaxpr: core.Jaxpr, known: Sequence[bool]) -> core.Jaxpr:
     return with_each(jaxpr, changed)
 
 
-def _of_rows(params: dict[str, Any], turned: Sequence[bool], *operands: Any) -> Any:
+def _of_rows(params: dict[str, Any], turned: Sequence[bool], *operands: Array) -> Array:
     """A product whose `turned` operands have the dims of the batch first, and last those that are
     summed over.
     """
@@ -113,13 +123,14 @@ class _Product(NamedTuple):
 
     @classmethod
     def behind(
-        cls, end: Any, maker: Mapping[core.Var, core.JaxprEqn], uses: Mapping[core.Var, int]
+        cls, end: Atom, maker: Mapping[core.Var, core.JaxprEqn], uses: Mapping[core.Var, int]
     ) -> _Product | None:
         """The product that a value is."""
         moves: list[core.JaxprEqn] = []
-        while (eqn := maker.get(end)) is not None and uses[end] == 1:
+        while isinstance(end, core.Var) and end in maker and uses[end] == 1:
+            eqn = maker[end]
             if eqn.primitive is dot_general_p:
-                is_half = end.aval.dtype in (jnp.bfloat16, jnp.float16)
+                is_half = shaped(end).dtype in (jnp.bfloat16, jnp.float16)
                 return cls(eqn, moves) if is_half else None
             if eqn.primitive.name not in _MOVES:
                 return None
@@ -140,8 +151,8 @@ class _Product(NamedTuple):
             (left, right), batch = params["dimension_numbers"]
             params = params | {"dimension_numbers": ((right, left), batch[::-1])}
             moves, inputs = moves[len(turns) :], inputs[::-1]
-        between: list[Any] = [move.invars[0].aval for move in moves]
-        values = [*(newvar(aval.update(dtype=_WIDE)) for aval in between), result]
+        between = (move.invars[0].aval.update(dtype=_WIDE) for move in moves)
+        values = [*map(newvar, between), result]
         params = params | {"preferred_element_type": _WIDE}
         return [
             self.eqn.replace(invars=inputs, outvars=values[:1], params=params),
@@ -153,15 +164,13 @@ class _Product(NamedTuple):
 
     @property
     def _dims(self) -> tuple[int, ...]:
-        out: Any = self.eqn.outvars[0].aval
-        return tuple(range(out.ndim))
+        return tuple(range(shaped(self.eqn.outvars[0]).ndim))
 
     @property
     def _swapped(self) -> tuple[int, ...] | None:
         """The order of the result's dims where the operands change places."""
         (left, _), (batch, _) = self.eqn.params["dimension_numbers"]
-        lhs: Any = self.eqn.invars[0].aval
-        out: Any = self.eqn.outvars[0].aval
+        lhs, out = shaped(self.eqn.invars[0]), shaped(self.eqn.outvars[0])
         if self.eqn.params.get("out_sharding") is not None:
             return None
         shared, end = len(batch), lhs.ndim - len(left)

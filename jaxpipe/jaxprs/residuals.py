@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
 
 from jax.extend import core
 
@@ -20,6 +19,7 @@ from .equations import (
     producers,
     renamed,
     scan_counts,
+    shaped,
     stacked_aval,
     variables,
 )
@@ -82,7 +82,7 @@ def keep_fewer_residuals(
             continue
         names = {v: o for o, v in moved.items() if v in stored}
         for v in stored:
-            names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
+            names.setdefault(v, newvar(stacked_aval(shaped(v), eqn.params["length"])))
         kept = [(v, o) for v, o in scan.ys if o not in moved]
         eqns[index] = replace(scan, ys=[*kept, *names.items()]).equation()
         for position in sorted({p for o in moved for p in readers[o]}):
@@ -93,7 +93,7 @@ def keep_fewer_residuals(
 
 
 def _readers(
-    jaxpr: core.Jaxpr, forward: Sequence[bool], outvars: Sequence[Any]
+    jaxpr: core.Jaxpr, forward: Sequence[bool], outvars: Sequence[core.Var]
 ) -> dict[core.Var, list[int]]:
     """The positions of the scans of the backward that scan each stacked output, where nothing else
     reads it.
@@ -135,8 +135,8 @@ def _remake(
     }
     extra_consts = [(consts[v], inner) for v, inner in env.items() if v in consts]
     extra_xs = [(xs[v], inner) for v, inner in env.items() if v not in consts]
-    made = copied(head, env, newvar)
-    body = renamed(eqn.params["jaxpr"].jaxpr, {v: env[value] for v, value in values.items()})
+    made, now = copied(head, env, newvar)
+    body = renamed(eqn.params["jaxpr"].jaxpr, {v: now[value] for v, value in values.items()})
     scan = Scan.of(eqn.replace(params=eqn.params | {"jaxpr": closed_jaxpr(body)}))
     return replace(
         scan,

@@ -18,11 +18,13 @@ from jax import Array, lax
 from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
-from ..arrays import as_dtype
+from ..arrays import Leaf, as_dtype
 from .entry import Alone, Destination, Piece, Slot, StackRow, Total
-from .equations import Atom, Scan, bind, literal, nbytes, results_of, scan_counts, variables
+from .equations import Atom, Scan, bind, literal, nbytes, results_of, scan_counts, shaped, variables
 
 Arrays: TypeAlias = "list[Array]"
+# A value, or where in a pool, a longer array or a stack it is.
+Argument: TypeAlias = "Array | Slot | Alone | Piece | StackRow"
 
 
 class InSlots(NamedTuple):
@@ -32,7 +34,7 @@ class InSlots(NamedTuple):
     """
 
     jaxpr: core.Jaxpr
-    arguments: Sequence[Any]
+    arguments: Sequence[Argument]
     writes: Mapping[int, Destination] = MappingProxyType({})
 
 
@@ -55,7 +57,7 @@ class Loop:
     carry: Arrays
     homes: list[int]  # by what each pool was at first, see `_steps`
     pools: Arrays
-    scanned: list[Any]  # slots, pieces and arrays, of which a trip reads a row
+    scanned: list[Argument]  # slots, pieces and arrays, of which a trip reads a row
     targets: Sequence[Destination | None]
 
     @property
@@ -166,7 +168,7 @@ def _row_after(row: Array, values: Sequence[Array]) -> Array:
     return row
 
 
-def _row_of(scanned: Any, now: Mapping[int, Array], row: Array) -> Array:
+def _row_of(scanned: Argument, now: Mapping[int, Array], row: Array) -> Array:
     """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
         scanned = scanned._replace(pool=now.get(id(scanned.pool), scanned.pool))
@@ -299,7 +301,7 @@ class _LateReads:
             self.waiting.discard(v)
             slot = env[v]
             if self._newest is not None:
-                slot = slot._replace(index=_row_after(slot.index, [self._newest]))
+                slot = slot._replace(number=_row_after(slot.number, [self._newest]))
             env[v] = slot.load()
 
     def note(self, eqn: core.JaxprEqn, arrays: Sequence[Array]) -> None:
@@ -311,10 +313,10 @@ class _LateReads:
 
 def _is_late(var: core.Var, slot: Slot, written: Collection[int]) -> bool:
     """Whether an input is read late: a large one, from a pool that is not written."""
-    return id(slot.pool) not in written and _is_large(var.aval) and not is_split_further()
+    return id(slot.pool) not in written and _is_large(shaped(var)) and not is_split_further()
 
 
-def _is_large(array: Any) -> bool:
+def _is_large(array: Leaf) -> bool:
     """Whether an array is worth an order: a mebibyte of floating numbers."""
     return jnp.issubdtype(array.dtype, jnp.floating) and nbytes(array) >= 2**20
 
@@ -383,10 +385,10 @@ def _loop_of(
     return Loop(
         eqn.params,
         fixed=[_load(env, a) for a, _ in scan.consts],
-        carry=[as_dtype(_load(env, a), v.aval.dtype) for a, v in scan.carry],
+        carry=[as_dtype(_load(env, a), shaped(v).dtype) for a, v in scan.carry],
         homes=list(pools),
         pools=list(pools.values()),
-        scanned=[env[a] if isinstance(a, core.Var) else a.val for a, _ in scan.xs],
+        scanned=[env[a] if isinstance(a, core.Var) else literal(a) for a, _ in scan.xs],
         targets=found,
     )
 

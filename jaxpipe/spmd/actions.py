@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import dropwhile, islice, takewhile
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -323,7 +322,7 @@ class DeviceAction:
         operand, found = self._operand(by), dict[int, Destination]()
         effects = {e.place: e for e in self.effects[by] if e.access is Access.WRITE}
         for place, span in operand.code.spans(self._signature(by).returns).items():
-            targets: Sequence[Any] = ()
+            targets: Sequence[Destination | None] = ()
             if place in operand.gradients:
                 targets = operand.gradients[place].targets(state[self._key(place)])
             elif place in _IN_SLOTS and place in effects and operand.code.avals[place]:
@@ -364,7 +363,7 @@ class DeviceAction:
                 state = state | {key: one_of(old | {key.number: new}, self._chunk)}
             return state
         operand, old = self._operand(effect.by), state[key]
-        after: Any
+        after: Leaves | jax.Array
         if place in operand.gradients:
             is_last = self.step.is_last(row.microbatch)
             after = operand.gradients[place].after(old, values, is_last=is_last)

@@ -96,9 +96,8 @@ class TracedStep:
         """The results and gradients of placed arguments; may be traced."""
         setup, specs = self.setup, self.setup.argument_specs(given.batch)
         out_specs = setup.result_specs, specs.params if setup.training else PartitionSpec()
-        own, there, specs = without_empty(setup.mesh, self.on_device, given, specs)
-        results: StepResults = mapped(own, setup.mesh, setup.axes, (specs,), out_specs)(there)
-        return results
+        own, there, splits = without_empty(setup.mesh, self.on_device, given, specs)
+        return mapped(own, setup.mesh, setup.axes, (splits,), out_specs)(there)
 
     def on_device(self, given: StepArguments) -> StepResults:
         """The step of each device; arguments are those of `Setup.load`.

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
 from ..model.replaced import ADDED
 from ..program.ir import NOBODY, TickRecord
 from ..program.segments import Presence
-from ..storage.plan import LeafPlan
+from ..storage.plan import LeafPlan, Stored
 from ..table.effects import EFFECTS, By, Place
 from ..table.kinds import Kind
 from .block import BlockCode, Key, State, run_where, zeros
@@ -64,7 +65,7 @@ def one_of(chunks: Mapping[int, Leaves], number: Scalar) -> Leaves:
     """
     (_, found), *others = chunks.items()
 
-    def either(own: Any, other: Any, *, is_own: Flag) -> Any:
+    def either(own: Array | None, other: Array | None, *, is_own: Flag) -> Array | None:
         return other if own is None else own if other is None else jnp.where(is_own, own, other)
 
     for chunk, leaves in others:
@@ -171,7 +172,7 @@ def _reduce(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
     return _block(step, Kind.X, room, chunks, run)
 
 
-def _emptied(plan: LeafPlan, total: Any, part: Any) -> Any:
+def _emptied(plan: LeafPlan, total: Any, part: Array | None) -> Stored | None:
     """An empty accumulator, once its reduction has ended: if XLA could write it before, it would
     reduce a copy.
     """
@@ -185,7 +186,7 @@ def _emptied(plan: LeafPlan, total: Any, part: Any) -> Any:
 
 
 def _added(key: Key, plans: Sequence[LeafPlan], parts: Leaves, state: State) -> State:
-    def one(total: Any, plan: LeafPlan, part: Any) -> Any:
+    def one(total: Array | None, plan: LeafPlan, part: Array) -> Array | None:
         return None if total is None else (plan.replaced or ADDED).joined(total, part)
 
     return state | {key: list(map(one, state[key], plans, parts))}

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Avals, Flag, Leaves, Scalar, is_key
 from ..jaxprs.entry import Alone, Entry, Slot
+from ..jaxprs.flat import MemorySpace
 from ..jaxprs.slots import is_split_further
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
@@ -31,7 +32,7 @@ from ..storage.table import Home, Places
 from ..table.effects import MOVES, Place
 from .block import TOKEN, Key, State, read, write, zeros
 
-_Typed: TypeAlias = "tuple[tuple[int, ...], Any]"
+_Typed: TypeAlias = "tuple[tuple[int, ...], np.dtype]"
 
 
 # The room that keeping shapes may take, as a multiple of the largest kind's.
@@ -290,8 +291,6 @@ def shared_buffers(
 _STORES, _FETCHES = MOVES
 # The pool in the host's memory, and during a tick what is under way to it and from it.
 _ON_HOST, _STORED, _FETCHED = (Key(Place.HOST, number) for number in range(3))
-# JAX has no public name for its memory spaces.
-_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
 
 class Packing:
@@ -308,7 +307,7 @@ class Packing:
     def __init__(self, buffers: Buffers) -> None:
         pools = [buffers[place] for place in _STORES.reads.values()]
         leaves = (zip(pool.entries, pool.avals, strict=True) for pool in pools)
-        self.groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
+        self.groups: dict[tuple[np.dtype, object, object], list[tuple[int, Entry]]] = {}
         for number, (entry, aval) in enumerate(chain.from_iterable(leaves)):
             split = tuple((part.axes, part.count) for part in entry.parts)
             key = aval.dtype, split, entry.tile
@@ -322,7 +321,7 @@ class Packing:
             units = sum(entry.units for _, entry in leaves)
             shape = slots + 1, *like.counts, units, *like.tile
             if _moves(dtype):
-                number = empty2(np.dtype(dtype), memory_space=_Space.Host)
+                number = empty2(np.dtype(dtype), memory_space=MemorySpace.Host)
                 pools.append(lax.broadcast(number, shape))
             else:
                 pools.append(zeros(shape, dtype))
@@ -373,8 +372,7 @@ class HostMoves:
         self, packing: Packing, program: Program, ticks: NDArray[np.int64], row: TickRecord[Scalar]
     ) -> None:
         self.packing = packing
-        self.move: Any = next(iter(row.moves), None)
-        for table in program.ticks.moves:
+        for table, self.move in zip(program.ticks.moves, row.moves, strict=True):
             stores, fetches = table.stores[ticks] != NOBODY, table.fetches[ticks] != NOBODY
             self.stores, self.fetches = bool(stores.any()), bool(fetches.any())
             self.always = bool(fetches.all())
@@ -398,7 +396,7 @@ class HostMoves:
         slot = jnp.where(state[TOKEN], 0, jnp.maximum(move.from_host, 0))
         slot, stored, token = lax.optimization_barrier((slot, stored, state[TOKEN]))
         host = state[_ON_HOST] if self.fetches else []
-        fetched = [_to(_Space.Device, leaf) for leaf in read(host, slot)]
+        fetched = [_to(MemorySpace.Device, leaf) for leaf in read(host, slot)]
         state = state | {TOKEN: token, _STORED: stored, _FETCHED: fetched}
         return state if fetched else self.store(state)
 
@@ -411,7 +409,7 @@ class HostMoves:
         idle = jnp.logical_or(token, self.move.stores == NOBODY)
         slot = jnp.where(idle, spare, self.move.to_host)
         after = [
-            lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, value), slot, 0)
+            lax.dynamic_update_index_in_dim(leaf, _to(MemorySpace.Host, value), slot, 0)
             for leaf, value in zip(host, state[_STORED], strict=True)
         ]
         return state | {_ON_HOST: after, _STORED: []}

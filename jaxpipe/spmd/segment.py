@@ -266,8 +266,7 @@ class SegmentCode:
             kinds = jnp.array(self.step.code.kind_of)
             for each, kind in zip(run.uses, run.kinds, strict=True):
                 flags.append(kinds[row.of(each.block.kind).stage] == kind)
-        flag: Flag = reduce(jnp.logical_and, flags)
-        return flag
+        return reduce(jnp.logical_and, flags)
 
     def _beside(
         self, run: _Run, works: Sequence[RoomWork], row: TickRecord[Scalar]
@@ -390,13 +389,11 @@ def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> 
         # One array, because each array takes the host tens of microseconds.
         array = jnp.stack([partner, *operands[: len(numbers)]])
         number, rest = jax.ShapeDtypeStruct((), jnp.int32), operands[len(numbers) :]
-        answer: Scalar = io_callback(clock, number, array, rest)
-        return answer
+        return io_callback(clock, number, array, rest)
 
     spec = PartitionSpec()
     mapped = jax.shard_map(call, in_specs=spec, out_specs=spec, axis_names={*left}, check_vma=False)
-    answer: Scalar = (mapped if left else call)(*numbers, *wrote)
-    return answer
+    return (mapped if left else call)(*numbers, *wrote)
 
 
 def _touched(leaves: Leaves) -> Scalar:

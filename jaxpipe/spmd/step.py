@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from itertools import count, product
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +17,13 @@ from jax import Array, lax
 
 from ..arrays import (
     Flag,
+    Leaf,
     Leaves,
     LossScale,
     Params,
     PyTree,
     Scalar,
+    StepResults,
     accumulator_dtype,
     in_rows,
     is_key,
@@ -42,6 +43,7 @@ from ..stage.setup import Inputs, Setup
 from ..storage.chunks import Chunks
 from ..storage.plan import (
     LeafPlan,
+    Stored,
     leaf_plans,
     reduce_gradients,
     stored,
@@ -71,7 +73,7 @@ class DeviceStep:
         whole: the shapes of the whole parameters of each chunk, or room.
         apart: by chunk, the leaves whose accumulators are an array for each layer.
         operands: by function, chunk and kind of stage.
-        seed: the cotangent of one microbatch's loss.
+        seed: in training, the cotangent of one microbatch's loss.
     """
 
     def __init__(
@@ -112,7 +114,8 @@ class DeviceStep:
                 once = run(end.hoist, *end.consts, *params)
                 own = self._outer_gradients(name) | shared
                 self.operands[By[name.upper()], 0, 0] = Operand(end, params, once, own)
-        self.seed: Any = setup.seed(self._count(), inputs.scale) if setup.training else None
+        if setup.training:
+            self.seed = setup.seed(self._count(), inputs.scale)
 
     @property
     def share_seed(self) -> Array:
@@ -238,7 +241,7 @@ class DeviceStep:
         each layer.
         """
 
-        def total(number: int, leaf: Any, plan: LeafPlan) -> Any:
+        def total(number: int, leaf: Leaf | None, plan: LeafPlan) -> Stored | None:
             if plan.frozen or leaf is None:
                 return None
             dtype = accumulator_dtype(leaf.dtype, self.setup.accumulate)
@@ -252,9 +255,9 @@ class DeviceStep:
         return list(map(total, count(), leaves, plans))
 
 
-def with_replicas(setup: Setup, owned: Sequence[PyTree]) -> list[PyTree]:
+def with_replicas[T](setup: Setup, owned: Sequence[T]) -> list[T]:
     """This device's stages in chunk order: its own stages, and copies of another device's."""
-    chunks: dict[int, PyTree] = dict(enumerate(owned))
+    chunks = dict(enumerate(owned))
     for chunk, held, pairs in _replica_moves(setup.layout.replicas()):
         copy = lax.ppermute(owned[held], setup.axis, pairs)
         if chunk in chunks:
@@ -308,7 +311,7 @@ def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
     return owned
 
 
-def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, Params]:
+def finish(step: DeviceStep, state: State, params: Params) -> StepResults:
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
     """
@@ -337,7 +340,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, Para
         scattered = bool(step.rooms) and axes == setup.data_axes  # those of stages
         sums = reduce_gradients(values, own, axes, by_parts=by_parts, scattered=scattered)
 
-        def one(total: Array, plan: LeafPlan, param: Array) -> Any:
+        def one(total: Array, plan: LeafPlan, param: Array) -> Array | None:
             if rule := plan.replaced:
                 pipe = [setup.axis] if setup.axis in axes else []
                 data = [axis for axis in plan.whole_axes(axes) if axis != setup.axis]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain, compress
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,6 @@ from ..table.effects import Place
 from ..table.kinds import Kind
 from .pools import StageEntries
 
-T = TypeVar("T")
 Options: TypeAlias = dict[str, str | bool]
 # Values, and the split of each; None leaves it to the partitioner.
 SplitLeaves: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
@@ -123,15 +122,15 @@ def features_of(target: Target, mesh: Mesh) -> frozenset[Feature]:
     return frozenset(feature for feature, is_used in used.items() if is_used)
 
 
-def mapped(
-    function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree
-) -> Callable[..., Any]:
+def mapped[T](
+    function: Callable[..., T], mesh: Mesh, axes: Set[str], in_specs: object, out_specs: object
+) -> Callable[..., T]:
     """`jax.shard_map` of the function, with reductions in a form that XLA compiles."""
     single = {name for name, size in mesh.shape.items() if size == 1}
     on_cpus = any(device.platform == "cpu" for device in mesh.devices.flat)
     changes = Reductions(single, widen=on_cpus)
 
-    def call(*arguments: PyTree) -> PyTree:
+    def call(*arguments: object) -> T:
         return traced_once(function, *arguments, change=changes.within)[0](*arguments)
 
     is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
@@ -145,9 +144,9 @@ def mapped(
     )
 
 
-def without_empty(
-    mesh: Mesh, function: Callable[[PyTree], T], argument: PyTree, specs: PyTree
-) -> tuple[Callable[[PyTree], T], PyTree, PyTree]:
+def without_empty[A, T](
+    mesh: Mesh, function: Callable[[A], T], argument: A, specs: A
+) -> tuple[Callable[..., T], object, object]:
     """The function, its argument and the splits of this, without the leaves that have no elements:
     XLA of jaxlib 0.11 aborts where such a leaf is split over devices.
     """
@@ -303,7 +302,7 @@ def _output_specs(
     ]
 
 
-def _spec_of(sharding: Any) -> PartitionSpec:
+def _spec_of(sharding: sdy.TensorShardingAttr) -> PartitionSpec:
     """A split as JAX has it; whole where a dim is split over a part of an axis."""
     dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
     axes = [[sdy.AxisRefAttr(axis) for axis in dim.axes] for dim in dims]

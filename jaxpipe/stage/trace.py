@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from ..jaxprs.equations import (
     producers,
     reads,
     renamed,
+    shaped,
     traced_once,
     variables,
     with_equations,
@@ -40,7 +40,7 @@ from ..jaxprs.layers import in_layers
 from ..jaxprs.loops import traced
 from ..jaxprs.products import with_wide_products
 from ..lowering.target import Form
-from ..model.functions import StageOutput
+from ..model.functions import Extra, StageOutput
 from ..table.effects import Place
 from .code import INPUTS, ParamUse, StageCode, by_place, hoist, inexact, pieces
 
@@ -92,10 +92,10 @@ def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
 
 
 def trace_stage(
-    function: Callable[..., PyTree],
+    function: Callable[..., object],
     params: PyTree,
     x: PyTree,
-    extra: PyTree,
+    extra: Extra,
     uses: Sequence[ParamUse] | None = None,
     passed: PyTree = (),
     *,
@@ -116,7 +116,7 @@ def trace_stage(
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     given = dict(zip(INPUTS, shapes_of((x, *(passed or ((), ())))), strict=True))
 
-    def run(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree]:
+    def run(params: PyTree, held: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         x, before = held
         out = function(params, x, {**extra, "carried": before} if passed else extra)
         y, more = (
@@ -135,7 +135,7 @@ def trace_stage(
         uses = [use for use, count in pairs for _ in range(count or 1)]
     wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves((x, passed)))]
 
-    def split(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def split(params: PyTree, held: PyTree, extra: Extra) -> tuple[PyTree, PyTree, PyTree]:
         if not training:
             return (*run(params, held, extra), ())
         of_wanted, leaves = by_leaves(lambda p, h: run(p, h, extra), (params, held), wanted)
@@ -204,7 +204,7 @@ def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
     collectives.
     """
 
-    def plain(effects: Any) -> Any:
+    def plain(effects: core.Effects) -> core.Effects:
         return frozenset(effect for effect in effects if type(effect).__name__ != "NamedAxisEffect")
 
     eqns = [eqn.replace(effects=plain(eqn.effects)) for eqn in jaxpr.eqns]
@@ -244,8 +244,7 @@ class _AtOnce:
         jaxpr = self.jaxpr
         *given, dropped = jaxpr.invars
         grads = drop_dead(jaxpr.replace(outvars=jaxpr.outvars[self.num_results :]))
-        aval: Any = dropped.aval
-        zero = core.Literal(np.zeros((), aval.dtype), aval)
+        zero = core.Literal(np.zeros((), shaped(dropped).dtype), dropped.aval)
         changed = renamed(jaxpr.replace(invars=given), {dropped: zero})
         return replace(self, jaxpr=changed), reads(grads)[-1]
 
@@ -270,7 +269,7 @@ def _trace_at_once(
     function: Callable[..., tuple[Leaves, PyTree]],
     params: PyTree,
     x: PyTree,
-    extra: PyTree,
+    extra: Extra,
     uses: Sequence[ParamUse],
     late: Leaves,
     *,
@@ -281,7 +280,7 @@ def _trace_at_once(
     """
     wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(x))]
 
-    def whole(params: PyTree, x: PyTree, extra: PyTree, late: Leaves) -> tuple[PyTree, Leaves]:
+    def whole(params: PyTree, x: PyTree, extra: Extra, late: Leaves) -> tuple[PyTree, Leaves]:
         if not training:
             return function(params, x, extra)[1], []
         call, leaves = by_leaves(lambda p, x: function(p, x, extra), (params, x), wanted)
@@ -305,7 +304,7 @@ def trace_last(
     function: Callable[..., tuple[jax.Array, PyTree]],
     params: PyTree,
     y: PyTree,
-    extra: PyTree,
+    extra: Extra,
     uses: Sequence[ParamUse],
     *,
     training: bool = True,
@@ -315,7 +314,7 @@ def trace_last(
     forward.
     """
 
-    def call(params: PyTree, y: PyTree, extra: PyTree) -> tuple[Leaves, PyTree]:
+    def call(params: PyTree, y: PyTree, extra: Extra) -> tuple[Leaves, PyTree]:
         loss, aux = function(params, y, extra)
         counts = jax.tree.leaves(aux["count"]) or [jnp.zeros(())]
         return [loss, *counts], (loss, aux)
@@ -340,7 +339,7 @@ def trace_spread_first(
     function: Callable[..., PyTree],
     params: PyTree,
     x: tuple[()],
-    extra: PyTree,
+    extra: Extra,
     uses: Sequence[ParamUse],
     *,
     training: bool,
@@ -351,7 +350,7 @@ def trace_spread_first(
     Another function is run again for its gradient.  The code has no input, residuals, I or W.
     """
 
-    def call(params: PyTree, x: PyTree, extra: PyTree) -> tuple[Leaves, PyTree]:
+    def call(params: PyTree, x: PyTree, extra: Extra) -> tuple[Leaves, PyTree]:
         y = jax.tree.map(jnp.asarray, function(params, x, extra))
         return list(filter(inexact, jax.tree.leaves(y))), y
 
