@@ -118,7 +118,7 @@ class _Shard:
         params, batch, rng, state, scale = given
         self.scale, self.every = scale, every  # the factor of the loss; all data shards
         self.counted: StageCode | None = None  # traced with its first input
-        self.seed: Any = None  # the cotangent of one microbatch's loss, from then on
+        self.seed: Array  # the cotangent of one microbatch's loss, from then on
         self.batch, self.rng = setup.functions.split(batch, setup.num_microbatches), rng
         self.setup = setup
         self.functions, layout = setup.functions, setup.layout
@@ -145,7 +145,7 @@ class _Shard:
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
         # the state before a forward: stage, microbatch
         self.before: dict[tuple[int, int], PyTree] = {}
-        self.losses: list[Any] = [0.0] * setup.num_microbatches
+        self.losses: list[Array | float] = [0.0] * setup.num_microbatches
         self.aux: list[Any] = [None] * setup.num_microbatches
 
     def _of(self, key: PartKey) -> tuple[PyTree, PyTree]:
@@ -184,12 +184,12 @@ class _Shard:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
         return self.functions.extra(self.batch, self.rng, *numbers, wants, of=of)
 
-    def run(self, step: Step) -> Mapping[Place, Any]:
+    def run(self, step: Step) -> Mapping[Place, object]:
         """Runs a function of the model in an action, and returns the values that it makes."""
         runs = {By.FIRST: self.first, By.STAGE: self.stage, By.LAST: self.last}
         return runs[step.by](step)
 
-    def first(self, step: Step) -> Mapping[Place, Any]:
+    def first(self, step: Step) -> Mapping[Place, object]:
         """`first`, whose residuals are its vjp, or its gradient."""
         microbatch, run = step.microbatch, partial(self.functions.run_whole, "first")
         extra = self._extra(By.FIRST, 0, microbatch)
@@ -206,7 +206,7 @@ class _Shard:
         self._add("first", *grads, microbatch=microbatch)
         return {}
 
-    def stage(self, step: Step) -> Mapping[Place, Any]:
+    def stage(self, step: Step) -> Mapping[Place, object]:
         """F, R, B, I or W of a stage.
 
         B and I are alike: the gradient of the parameters, which comes with that of the input, is
@@ -236,7 +236,7 @@ class _Shard:
         found = {Place.SENT_DX: dx, Place.STASH: grads}
         return found | {Place.CARRY_GRADIENT: carry, Place.BUFFER_GRADIENT: rows}
 
-    def last(self, step: Step) -> Mapping[Place, Any]:
+    def last(self, step: Step) -> Mapping[Place, object]:
         """`last` with its gradient.  Where L leaves the gradient of the parameters for later, it is
         the stash on every device, and each one adds its part of it.
         """
@@ -255,14 +255,14 @@ class _Shard:
             lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
         )
         self.losses[microbatch] += loss
-        if self.seed is None:
+        if self.counted is None:
             self._begin(y, extra)
         grads, dy = vjp(self.seed.astype(loss.dtype))
         if Place.LAST_GRADIENTS in step.makes:
             self._add("last", grads, microbatch=microbatch)
         return {Place.SENT_DX: dy, Place.STASH: [grads] * parts}
 
-    def _begin(self, y: PyTree, extra: PyTree) -> None:
+    def _begin(self, y: PyTree, extra: Extra) -> None:
         """Find the cotangent of one microbatch's loss, and what is known of counts."""
         assert self.functions.last is not None
         run, own = partial(self.functions.run_whole, "last"), self._of("last")
@@ -274,7 +274,7 @@ class _Shard:
         ]
         self.seed = self.setup.seed(None if counts[0] is None else sum(counts), self.scale)
 
-    def _stage(self, step: Step) -> tuple[Any, StageOutput, Any]:
+    def _stage(self, step: Step) -> tuple[PyTree, StageOutput, object]:
         """What a stage returns, with the state that its forward had, and its vjp.
 
         The vjp takes the gradients of x and of what passes to the next slice; None for zeros.
@@ -292,7 +292,9 @@ class _Shard:
         held = (step.held.get(place) for place in (Place.CARRY, Place.BUFFER))
         carried = _filled(held, shapes, zeros_of)
 
-        def call(params: PyTree, x: PyTree, carried: PyTree) -> tuple[Any, Any]:
+        def call(
+            params: PyTree, x: PyTree, carried: PyTree
+        ) -> tuple[tuple[PyTree, ...], StageOutput]:
             y, returned = run(params, x, {**extra, "carried": carried})
             carried = returned.carried if shapes else ()
             return (y, returned.loss, carried), returned._replace(carried=carried)
@@ -302,7 +304,7 @@ class _Shard:
             return y, returned, None
         (y, loss, _), vjp, returned = jax.vjp(call, params, x, carried, has_aux=True)
 
-        def backward(dy: PyTree, later: tuple[PyTree, ...]) -> Any:
+        def backward(dy: PyTree, later: tuple[PyTree, ...]) -> object:
             seed = () if isinstance(loss, tuple) else self.seed.astype(loss.dtype)
             zeros = partial(jax.tree.map, no_gradient)
             return vjp((dy, seed, _filled(later, shapes, zeros)))
@@ -330,9 +332,9 @@ def _is_none(node: object) -> bool:
     return node is None
 
 
-def _filled(
-    trees: Iterable[PyTree], shapes: PyTree, zeros: Callable[[PyTree], PyTree]
-) -> tuple[PyTree, ...]:
+def _filled[S, T](
+    trees: Iterable[T | None], shapes: Iterable[S], zeros: Callable[[S], T]
+) -> tuple[T, ...]:
     """A tree for each of the shapes, zeros where there is None."""
     pairs = zip(trees, shapes, strict=False)
     return tuple(zeros(shape) if tree is None else tree for tree, shape in pairs)
@@ -345,13 +347,15 @@ def _finished(shards: list[_Shard]) -> StepResults:
     code = shards[0].counted
     counted = code is not None and code.count is not None
 
-    def on_shard(losses: Array, aux: PyTree, state: PyTree, grads: PyTree) -> tuple[Any, ...]:
+    def on_shard(
+        losses: Array, aux: PyTree, state: list[PyTree], grads: Params
+    ) -> tuple[Params, list[PyTree], Params]:
         results, scale = totals(setup, losses, aux, (), data)
         results |= scaled_loss(results, shards[0].scale)
         state = jax.tree.map(lambda leaf: merged_state(setup, leaf, data), state)
         factor = 1.0 if scale is None or counted else scale
 
-        def finished(plan: LeafPlan, param: Array, total: Array | None) -> Any:
+        def finished(plan: LeafPlan, param: Array, total: Array | None) -> object:
             if total is None:
                 return None
             if rule := plan.replaced:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from ..jaxprs.equations import (
 )
 from ..jaxprs.flat import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, StageOutput, check_forms
+from ..model.functions import Extra, Functions, StageOutput, check_forms
 from ..program.ir import Program
 from ..program.verify import verify
 from ..storage.plan import LeafPlan, leaf_plans
@@ -48,8 +48,8 @@ from .setup import Inputs, Setup
 from .trace import trace_last, trace_spread_first, trace_stage
 
 # The parameters (a stage's own and the shared ones), x, and the further arguments.
-_Arguments: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
-_Stage: TypeAlias = "Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]]"
+_Arguments: TypeAlias = "tuple[PyTree, PyTree, Extra]"
+_Stage: TypeAlias = "Callable[[PyTree, PyTree, Extra], tuple[PyTree, StageOutput]]"
 
 
 def check_state_gradient(
@@ -96,7 +96,7 @@ def _tangents(call: _Stage, inputs: _Arguments, trained: Sequence[bool]) -> tupl
     arguments = params, x, extra["state"]
     moves = [*trained, *map(inexact, jax.tree.leaves(arguments[1:]))]
 
-    def tangents(arguments: PyTree, extra: dict[str, PyTree], directions: Leaves) -> Leaves:
+    def tangents(arguments: tuple[PyTree, ...], extra: Extra, directions: Leaves) -> Leaves:
         def returned(params: PyTree, x: PyTree, state: PyTree) -> Leaves:
             y, more = call(params, x, {**extra, "state": state})
             return list(filter(inexact, jax.tree.leaves((y, more.loss, more.state))))
@@ -181,13 +181,12 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     shared = inputs.shared
     shared_uses = uses_of(setup, shared, leaf_plans(setup.plans["shared"]))
 
-    def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
-        def extra(batch: PyTree, rng: Rng, index: jax.Array) -> dict[str, PyTree]:
+    def extra_of(wants: frozenset[str]) -> Extra:
+        def extra(batch: PyTree, rng: Rng, index: jax.Array) -> Extra:
             return functions.extra(batch, rng, index, index, wants, of=By.STAGE)
 
         index = jax.ShapeDtypeStruct((), jnp.int32)
-        shapes: dict[str, PyTree] = jax.eval_shape(extra, inputs.batch, inputs.rng, index)
-        return shapes
+        return jax.eval_shape(extra, inputs.batch, inputs.rng, index)
 
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
@@ -206,7 +205,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
         return code
 
     first = outer("first", ())
-    x: PyTree = first.y
+    x = first.y
     kinds: dict[object, StageCode] = {}
     kind_of: list[int] = []
     for stage, function in enumerate(functions.stages):
@@ -249,9 +248,9 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     )
 
 
-def _of_whole(
-    run: Callable[..., PyTree], axis: str, params: PyTree, y: PyTree, extra: Any
-) -> tuple[jax.Array, PyTree]:
+def _of_whole[P, T](
+    run: Callable[[P, PyTree, Extra], T], axis: str, params: P, y: PyTree, extra: Extra
+) -> T:
     """`last` of the output of the last stage, which one device has and the others have as zeros.
 
     The source differs from microbatch to microbatch where a stage is on two devices.  One sum is
@@ -383,7 +382,7 @@ def _check_collectives(name: str, code: StageCode, axis: str) -> None:
     check_equations(name, jaxprs)
 
 
-def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
+def _check_reads_of_state(name: str, code: StageCode, extra: Extra, *, recomputes: bool) -> None:
     """PipelineError where a backward or R reads the state: later forwards have changed it."""
     count = len(jax.tree.leaves(extra["state"]))
     before = code.num_inputs

@@ -123,7 +123,7 @@ class Setup:
         return spread | {"state": PartitionSpec(self.axis)}
 
     @property
-    def shardings(self) -> tuple[dict[str, NamedSharding], PyTree]:
+    def shardings(self) -> tuple[dict[str, NamedSharding], ByPart]:
         """Where the results are, and the gradients."""
         results = {key: NamedSharding(self.mesh, spec) for key, spec in self.result_specs.items()}
         return results, self.partition.shardings(self.plans) if self.training else {}
@@ -140,8 +140,7 @@ class Setup:
         local = jax.tree.map(own, given, specs)
         found = self.on_device(lambda: jax.eval_shape(self.load, local))
         # without the mesh of their devices, so that another mesh takes them too
-        shapes: Inputs = jax.tree.map(shape_of, found)
-        return shapes
+        return jax.tree.map(shape_of, found)
 
     def load(self, given: StepArguments, *, whole: bool = True) -> Inputs:
         """What a device starts from: whole parameters, or its parts of those of stages, and rows by
@@ -152,7 +151,7 @@ class Setup:
         shard.
         """
 
-        def mine(tree: PyTree) -> PyTree:
+        def mine(tree: T) -> T:
             return jax.tree.map(lambda leaf: leaf[0], tree)
 
         with jax.named_scope("prepare"):

@@ -314,8 +314,8 @@ def trace_last(
     forward.
     """
 
-    def call(params: PyTree, y: PyTree, extra: Extra) -> tuple[Leaves, PyTree]:
-        loss, aux = function(params, y, extra)
+    def call(*arguments: object) -> tuple[Leaves, PyTree]:
+        loss, aux = function(*arguments)
         counts = jax.tree.leaves(aux["count"]) or [jnp.zeros(())]
         return [loss, *counts], (loss, aux)
 
@@ -350,8 +350,8 @@ def trace_spread_first(
     Another function is run again for its gradient.  The code has no input, residuals, I or W.
     """
 
-    def call(params: PyTree, x: PyTree, extra: Extra) -> tuple[Leaves, PyTree]:
-        y = jax.tree.map(jnp.asarray, function(params, x, extra))
+    def call(*arguments: object) -> tuple[Leaves, PyTree]:
+        y = jax.tree.map(jnp.asarray, function(*arguments))
         return list(filter(inexact, jax.tree.leaves(y))), y
 
     call, _ = traced_once(call, params, x, extra)
