@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from platformdirs import user_config_path
 
@@ -27,7 +26,7 @@ def prices_path() -> Path:
     return user_config_path("jaxpipe", appauthor=False, roaming=True) / "prices.json"
 
 
-def read_prices() -> dict[str, dict[str, Any]]:
+def read_prices() -> dict[str, dict[str, float | str]]:
     """Kind of device -> seconds by name, and the source of the measurement; empty without a file.
 
     Raises:
@@ -63,5 +62,5 @@ def write_prices(kind: str, seconds: Mapping[str, float], where: str) -> Path:
     return path
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_seconds(value: object) -> bool:
     return is_number(value) and 0 <= value < float("inf")

@@ -18,7 +18,6 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MAX_COUNT, ScheduleError, quoted, typed
 from ..table.clock import EventLoop
@@ -208,7 +207,7 @@ class JobShop(NamedTuple):
             length, begins, releases = (
                 np.array(values) for values in zip(*(self.nodes[n][3:] for n in mine), strict=True)
             )
-            work: NDArray[Any] = length @ done
+            work = length @ done
             if self.cap is not None and releases.any():
                 held = node.begins + begins @ done - releases @ done
                 work = work + np.maximum(held - self.cap, 0) * length[releases].min()

@@ -154,9 +154,8 @@ class Costs:
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
         ones = (1,) * num_stages
         last = every.get("last", ones)
-        defaults: dict[str, Any] = {
+        defaults = {
             "backward": split,
-            "overlap": None,
             "recompute": every["forward"],
             "last": last,
             "first": ones,
@@ -181,7 +180,6 @@ class StageCosts:
     weight_grad: tuple[float, ...]
     backward: tuple[float, ...]
     transfer: tuple[float, ...]
-    overlap: tuple[float, ...] | None
     activation: tuple[float, ...]
     recompute: tuple[float, ...]
     checkpoint: tuple[float, ...]
@@ -195,6 +193,7 @@ class StageCosts:
     parameters: tuple[float, ...]
     gradient: tuple[float, ...]
     slice_factors: tuple[float, ...] = ()
+    overlap: tuple[float, ...] | None = None
 
     def factor_of(self, microbatches: int, slices: int) -> list[float]:
         """By microbatch, the factor of its slice; CostError for another number of slices."""

@@ -85,8 +85,7 @@ def before_in_row(table: Encoded) -> IntArray:
     """Per action, the last one before it in its row that is not on the link; -1 for none."""
     numbers = np.where(table.of_kinds(LINKED), -1, np.arange(table.num_actions))
     last = np.maximum.accumulate(np.concatenate([[-1], numbers[:-1]]))
-    found: IntArray = np.where(last >= np.array(table.first)[table.device], last, -1)
-    return found
+    return np.where(last >= np.array(table.first)[table.device], last, -1)
 
 
 class Insertion:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -303,7 +303,7 @@ MAX_SPLIT = 4096
 
 @typed(LayoutError)
 def split_layers(
-    costs: Sequence[Any], *, stages: int, allow_empty: bool = False
+    costs: Sequence[object], *, stages: int, allow_empty: bool = False
 ) -> tuple[range, ...]:
     """Split layers, in order, into stages so that the most expensive stage is as cheap as possible;
     returns the layer numbers per stage.
@@ -344,7 +344,7 @@ def split_layers(
 @typed(LayoutError)
 def balanced_layout(
     layers: str,
-    costs: Mapping[str, Any] | Sequence[Any],
+    costs: Mapping[str, object] | Sequence[object],
     *,
     devices: int,
     chunks: int = 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,7 @@ def uses_of(ticks: Ticks, counts: IntArray, num_ticks: int) -> tuple[BlockUse, .
     return tuple(sorted(uses, key=lambda use: (TickPart.of(use.block.kind), use.block)))
 
 
-def permutes_of(ticks: Ticks, slack: IntArray, *, room: int = 0) -> tuple[Permute, ...]:
+def permutes_of(ticks: Ticks, slack: NDArray[np.int32], *, room: int = 0) -> tuple[Permute, ...]:
     """The permutes that serve ticks: every transfer that any of them makes, with its least slack.
 
     A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
@@ -105,7 +105,7 @@ def _segment(span: Span, ticks: Ticks) -> Segment:
     """
     repeats = (span.stop - span.start) // span.period
 
-    def by_trip(values: NDArray[Any]) -> NDArray[Any]:
+    def by_trip[T: np.generic](values: NDArray[T]) -> NDArray[T]:
         own = values[span.start : span.stop]
         return own.reshape(repeats, span.period, *values.shape[1:])
 

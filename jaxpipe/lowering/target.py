@@ -84,7 +84,7 @@ NAMES = (*TIMES, ON_THE_HOST)
 # devices, and were not measured.
 H100: Mapping[str, float] = {"predicate": 15e-6, ON_THE_HOST: 33e-6}
 # Kind of device -> seconds by name, and the source of the measurement.
-PricesByKind: TypeAlias = Mapping[str, Mapping[str, Any]]
+PricesByKind: TypeAlias = Mapping[str, Mapping[str, float | str]]
 MEASURED: PricesByKind = {
     "NVIDIA H100 80GB HBM3": {
         **H100,

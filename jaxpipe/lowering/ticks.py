@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class Edge(NamedTuple):
     target: int
 
 
-def equal_rows(rows: NDArray[Any]) -> IntArray:
+def equal_rows(rows: NDArray[np.generic]) -> IntArray:
     """Per row, a number that equal rows share, the first of them 0."""
     numbers: dict[bytes, int] = {}
     found = [numbers.setdefault(r.tobytes(), len(numbers)) for r in np.ascontiguousarray(rows)]

@@ -40,6 +40,7 @@ IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
 # of one device.
 A = TypeVar("A")
+B = TypeVar("B")
 
 NOBODY = -1
 
@@ -57,7 +58,7 @@ class Record(Generic[A]):
             raise AttributeError(name)
         return columns[name]
 
-    def map(self, function: Callable[[A], Any]) -> Record[Any]:
+    def map(self, function: Callable[[A], B]) -> Record[B]:
         """A function of every column."""
         return Record({name: function(column) for name, column in self.columns.items()})
 
@@ -125,7 +126,7 @@ class TickRecord(Generic[A]):
             return self.collectives[0]
         return self.forward if kind in RUNS_FORWARD else self.backward
 
-    def pairs(self: TickRecord[Any], joint: Sequence[Kind] = JOINT) -> Any:
+    def pairs(self, joint: Sequence[Kind] = JOINT) -> Any:
         """Whether executors may run the forward and a `joint` backward as one.
 
         So are overlapped pairs, and cells that lowering puts side by side; but not where the
@@ -136,12 +137,12 @@ class TickRecord(Generic[A]):
         return (one.chunk != NOBODY) & (two.chunk != NOBODY) & kind & self.distinct
 
     @property
-    def distinct(self: TickRecord[Any]) -> Any:
+    def distinct(self) -> Any:
         """Whether the backward is not that very forward's."""
         one, two = self.forward, self.backward
         return (one.stage != two.stage) | (one.microbatch != two.microbatch)
 
-    def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
+    def map(self, function: Callable[[A], B]) -> TickRecord[B]:
         """A function of every column."""
         several = (self.arrivals, self.collectives, self.moves, self.links)
         more = (tuple(record.map(function) for record in records) for records in several)
@@ -222,7 +223,7 @@ def show(program: Program) -> str:
 
 def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> str:
     """The text of one device in one tick."""
-    record: Any = program.at(tick, device)
+    record = program.at(tick, device)
     parts = [
         _action(each, program.effects(Kind(each.kind)), device)
         for each in (*record.collectives, record.backward, record.forward)
@@ -249,7 +250,7 @@ def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> s
     return " ".join(part for part in parts if part)
 
 
-def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
+def _action(record: Record[int], effects: Sequence[Effect], device: int) -> str:
     """An action, what it reads, and after ">" what it writes."""
     slotted = (e for e in effects if e.field)
     happen = [e for e in slotted if e.when is None or getattr(record, e.when)]
@@ -261,7 +262,7 @@ def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
     return f"{stage}{kind}{record.microbatch} {_slots(record, read)}{writes}".rstrip()
 
 
-def _slots(record: Any, columns: Mapping[str, Place]) -> str:
+def _slots(record: Record[int], columns: Mapping[str, Place]) -> str:
     """The slots that these columns hold."""
     slots = (f"{place.letter}{getattr(record, name)}" for name, place in columns.items())
     return " ".join(slots)
@@ -306,9 +307,9 @@ class Program:
         """The numbers of one device in one tick."""
         return self.ticks.map(lambda table: int(table[tick, device]))
 
-    def asks(self, record: TickRecord[Any], block: Block) -> Any:
+    def asks(self, record: TickRecord[A], block: Block) -> Any:
         """Whether a record asks for a block.  What all records of the program have is not asked."""
-        own: Any = record.of(block.kind)
+        own = record.of(block.kind)
         recomputes, asks = self.schedule.encoded.recomputes, []
         if not block.is_share:
             asks.append(own.chunk == block.chunk)
@@ -349,7 +350,7 @@ class ActionCode(Protocol):
     interpreter; gradients and losses are the model's own.
     """
 
-    def run(self, step: Step) -> Mapping[Place, Any]:
+    def run(self, step: Step) -> Mapping[Place, object]:
         """Do an action; its values by `Effect.result`.
 
         A value that every device has for itself is a list by device.
@@ -416,7 +417,7 @@ class _Interpreter:
     def _block(self, use: BlockUse, rows: Sequence[TickRecord[int]]) -> None:
         """A block on the devices whose records ask for it."""
         kind = use.block.kind
-        records: list[Any] = [row.of(kind) for row in rows]
+        records = [row.of(kind) for row in rows]
         if use.block.is_collective:
             if records[0].kind == kind:
                 # One device gives what all of them read.
@@ -427,7 +428,9 @@ class _Interpreter:
             if self.program.asks(row, use.block):
                 self._run(kind, records, number, (number,))
 
-    def _run(self, kind: Kind, records: Sequence[Any], source: int, members: Sequence[int]) -> None:
+    def _run(
+        self, kind: Kind, records: Sequence[Record[int]], source: int, members: Sequence[int]
+    ) -> None:
         """An action of these devices with what the source has: the reads, the code and the writes
         of each of its functions.
         """
@@ -458,7 +461,7 @@ class _Interpreter:
                         self._write(effect, number, records[number], results)
 
     def _write(
-        self, effect: Effect, number: int, record: Any, results: Mapping[Place, Any]
+        self, effect: Effect, number: int, record: Record[int], results: Mapping[Place, Any]
     ) -> None:
         """An effect on one device."""
         device = self.devices[number]
@@ -470,7 +473,9 @@ class _Interpreter:
             device[effect.place][getattr(record, effect.field)] = value
 
 
-def _move(device: _DeviceValues, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
+def _move(
+    device: _DeviceValues, row: TickRecord[int]
+) -> Iterator[tuple[list[object], int, object]]:
     """Values that go to the host, or come back, when the tick is over: pool, slot and value."""
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:

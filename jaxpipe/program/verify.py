@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, product
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, TOGETHER, Access, Effect, Place, flags_of
@@ -115,9 +115,10 @@ def _action_faults(program: Program) -> Iterator[Fault]:
     expected = {"chunk": chunks, **flags_of(table)}
     for _, record in program.ticks.actions:
         tick, device = at = np.nonzero(record.kind != NOBODY)
-        columns = {name: column[at].astype(int) for name, column in record.columns.items()}
-        kind, microbatch = columns["kind"], columns["microbatch"]
-        stage: Any = columns.get("stage", device)
+        columns = {"stage": device} | {
+            name: column[at].astype(int) for name, column in record.columns.items()
+        }
+        kind, stage, microbatch = (columns[name] for name in ("kind", "stage", "microbatch"))
         sizes = zip((kind, stage, microbatch), table.at.shape, strict=True)
         inside = np.all([(n >= 0) & (n < size) for n, size in sizes], axis=0)
         number = np.full(len(tick), -1)
@@ -248,17 +249,17 @@ def _permute_faults(permute: Permute) -> Iterator[Fault]:
 
 
 class Accesses(NamedTuple):
-    """One entry an access, in no order; a number applies to all.  A value is the number
-    stage * M + microbatch of what the pool holds.
+    """One entry an access, in no order.  A value is the number stage * M + microbatch of what the
+    pool holds.
     """
 
     tick: Ints
     device: Ints
-    slot: Any
+    slot: Ints
     # within the tick: 4 n before block n or after n blocks, two more in it; `_AFTER` all of them
-    place: Any
-    order: Any  # within the block: that of `Access`
-    value: Ints | IntTable
+    place: Ints
+    order: Ints  # within the block: that of `Access`
+    value: Ints
 
     @property
     def is_read(self) -> NDArray[np.bool_]:
@@ -266,12 +267,16 @@ class Accesses(NamedTuple):
         return np.asarray(self.order == Access.READ)
 
 
+# The columns of some accesses; a number applies to all of them.
+_Columns: TypeAlias = tuple[ArrayLike, ...]
+
+
 def _accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Accesses:
     """The accesses of one pool."""
-    parts = [Accesses(*[np.zeros(0, np.int64)] * len(Accesses._fields))]
+    parts: list[_Columns] = [(np.zeros(0, np.int64),) * len(Accesses._fields)]
     parts += [*_of_blocks(program, pool, blocks), *_of_moves(program, pool)]
     parts += _of_exchanges(program, pool, blocks)
-    alike = ([np.broadcast_to(each, part.device.shape) for each in part] for part in parts)
+    alike = ([np.broadcast_to(each, np.shape(part[0])) for each in part] for part in parts)
     columns = map(np.concatenate, zip(*alike, strict=True))
     return Accesses(*(column.astype(np.int64) for column in columns))
 
@@ -297,7 +302,7 @@ def _happening(
         yield effect, at, record, value
 
 
-def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
+def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[_Columns]:
     """The effects of the actions."""
     for block in blocks:
         is_forward = block.use.block.runs_forward
@@ -306,10 +311,10 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
             late = program.pairs[at] & (effect.access is Access.READ) & (not is_forward)
             place = np.where(late, 4 * block.among - 1, 4 * block.place + 2)
             slot = getattr(record, effect.field)[at]
-            yield Accesses(*at, slot, place, effect.access, value)
+            yield *at, slot, place, effect.access, value
 
 
-def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
+def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[_Columns]:
     """Writings of permutes; a device that is no target gets nothing, and writes that."""
     if pool not in SENT_TO:
         return
@@ -332,7 +337,7 @@ def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> I
         k, device = np.nonzero(arrival.takes[ticks] != 0)
         tick, before = _arrives(segment, transit)
         slot, order = arrival.slot[ticks[k], device], Access.WRITE + transit.lane
-        yield Accesses(tick[k], device, slot, 4 * before[k], order, value[k, device])
+        yield tick[k], device, slot, 4 * before[k], order, value[k, device]
 
 
 def _arrives(segment: Segment, transit: Transit) -> At:
@@ -346,7 +351,7 @@ def _arrives(segment: Segment, transit: Transit) -> At:
     return np.minimum(tick, segment.stop - 1), block
 
 
-def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
+def _of_moves(program: Program, pool: Place) -> Iterator[_Columns]:
     """Moves between the memories of devices and hosts: on the device at the ends of ticks, on
     the host between them.
     """
@@ -360,7 +365,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
             when = tick if on_host or order is Access.WRITE else tick - 1
             for name in (name for name, where in columns.items() if where is pool):
                 slot = getattr(record, name)[at]
-                yield Accesses(when, device, slot, place, order, value[at])
+                yield when, device, slot, place, order, value[at]
 
 
 def _flow_faults(pool: Place, size: int, found: Accesses, *, spare: bool) -> Iterator[Fault]:

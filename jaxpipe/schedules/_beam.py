@@ -223,5 +223,4 @@ class Beam:
         ranked = np.argsort(score, kind="stable")
         ranked = ranked[score[ranked] < NEVER]
         _, first = np.unique(self._hash @ counts[:, ranked], return_index=True)
-        found: Numbers = ranked[np.sort(first)[:width]]
-        return found
+        return ranked[np.sort(first)[:width]]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..engine.bounds import (
     JobShop,
@@ -167,7 +167,7 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
 
 def _named(wanted: _Wanted, slices: int = 1) -> Iterator[Schedule]:
     """The named tables of these placements that hold no more than the cap."""
-    shape: dict[str, Any] = {
+    shape = {
         "devices": wanted.places[0].num_devices,
         "microbatches": wanted.microbatches + slices - 1,
         "chunks": wanted.places[0].num_chunks,

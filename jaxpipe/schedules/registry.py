@@ -112,7 +112,7 @@ _SHAPE = ("devices", "microbatches", "chunks", "slices")
 
 
 # The type of each option's values, and what it means.
-_OPTIONS: Mapping[str, tuple[Any, str]] = {
+_OPTIONS: Mapping[str, tuple[object, str]] = {
     "costs": (Costs, "the times of the actions (a jaxpipe.Costs), to which the order is fitted"),
     "forward_only": (bool, "leave out all backwards, for evaluation"),
     "group_size": (
@@ -298,7 +298,7 @@ def _generated(entry: NamedSchedule, forward_only: bool, **arguments: Any) -> Sc
 
 
 def _faults(
-    entry: NamedSchedule, devices: Any, microbatches: Any, chunks: Any, slices: Any
+    entry: NamedSchedule, devices: int, microbatches: int, chunks: int | None, slices: int
 ) -> Iterator[str]:
     """Everything that is wrong with the shape that `build` is given, each with what to write
     instead.
@@ -310,7 +310,7 @@ def _faults(
     if bad := [fault for name, value in numbers if (fault := misfit(name, value, _FROM_1))]:
         yield from (f"{fault}; the nearest that works is {fault.split()[0]}=1" for fault in bad)
     else:
-        yield from _size_faults(devices, microbatches, chunks if fits else allowed.natural)
+        yield from _size_faults(devices, microbatches, nearest if fits else allowed.natural)
     if entry.both_ways and is_whole(devices) and devices % 2:
         yield (
             "devices must be even, since two pipelines run in opposite directions; not "
@@ -351,7 +351,7 @@ def _option_faults(entry: NamedSchedule, options: Mapping[str, object]) -> Itera
             yield f"{fault} ({_OPTIONS[name][1]})"
 
 
-def _size_faults(devices: Any, microbatches: Any, chunks: Any) -> Iterator[str]:
+def _size_faults(devices: int, microbatches: int, chunks: int) -> Iterator[str]:
     """A table that is too large: its size, and how much is allowed."""
     stages = int(devices) * int(chunks)
     pairs = stages * int(microbatches)

@@ -106,8 +106,7 @@ class Encoded:
         """Per action, whether its stage and microbatch exist."""
         stage_ok = (self.stage >= 0) & (self.stage < self.num_stages)
         m = self.microbatch
-        in_range: BoolArray = stage_ok & (m >= 0) & (m < self.num_microbatches)
-        return in_range
+        return stage_ok & (m >= 0) & (m < self.num_microbatches)
 
     @property
     def too_sparse(self) -> bool:

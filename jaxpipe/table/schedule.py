@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -153,7 +153,7 @@ class Schedule:
         ScheduleError where a stage number is far beyond what the number of actions allows (a typing
         error in a file).
         """
-        table: Any = rows  # checked where the schedule is made
+        table = cast("tuple[Row, ...]", rows)  # checked where the schedule is made
         if placement is None or num_microbatches is None:
             table = plain_rows(rows)
         if placement is None:
@@ -240,8 +240,7 @@ class Schedule:
         chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
         for device, stages in enumerate(self.placement.stages_of):
             chunk[device, list(stages)] = np.arange(len(stages))
-        found: IntArray = np.where(table.shares, 0, chunk[table.device, table.stage])
-        return found
+        return np.where(table.shares, 0, chunk[table.device, table.stage])
 
     @cached_property
     def forward_only(self) -> bool:
@@ -298,8 +297,7 @@ class Schedule:
     def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
         """The same placement, microbatches and name with other rows."""
         # What rows are is checked once, where the schedule is made.
-        changes: dict[str, Any] = {"rows": rows, "certificate": None}
-        return replace(self, **changes)
+        return replace(self, rows=cast("tuple[Row, ...]", rows), certificate=None)
 
     def __str__(self) -> str:
         return grid(self.rows, slices=self.slices)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
@@ -232,10 +231,10 @@ def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule
     stages = plain.num_stages
     by_stage = costs.for_stages(stages)
     mean = sum((*by_stage.forward, *by_stage.input_grad, *by_stage.weight_grad)) / (3 * stages)
-    times: dict[str, Any] = dict.fromkeys(("forward", "input_grad", "weight_grad"), mean)
-    times |= dict.fromkeys(("backward", "overlap", "recompute"))
     at_once = replace(costs, transfer=0)
-    rhythms = {c.for_stages(stages): c for c in (replace(at_once, **times), at_once, costs)}
+    equal = replace(at_once, forward=mean, input_grad=mean, weight_grad=mean)
+    equal = replace(equal, backward=None, overlap=None, recompute=None)
+    rhythms = {c.for_stages(stages): c for c in (equal, at_once, costs)}
     tables = dict.fromkeys(_TableRun(plain, each, kinds).table() for each in rhythms.values())
     return shortest(tables, costs)
 
