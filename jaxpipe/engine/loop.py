@@ -38,11 +38,12 @@ def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.
     if transfers is Transfers.RENDEZVOUS:
         for i in np.flatnonzero(table.of_kinds(TRANSFERS)).tolist():
             duration[i] = costs.transfer[int(table.stage[together[i][0]])]
-    sender, free = need if table.has_transfers else table.producer, [0] * table.num_devices
+    sender = need if table.has_transfers else table.producer
     latency = np.array(costs.transfer)[table.stage[sender]]
     linked = np.flatnonzero(table.of_kinds(LINKED))
     device = table.device.copy()
     device[linked] += table.num_devices
+    free = [0] * table.num_devices
     loop = EventLoop((device, need, latency, duration), free, groups=together)
     if len(linked):
         loop.free *= 2

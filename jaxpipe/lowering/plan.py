@@ -100,7 +100,8 @@ def _trips(
     Trips that brought devices back to where they were, relative to each other, do so again: as
     often as the same trips follow, they need not be run.
     """
-    kinds, flying, unit = equal_rows(work), set(in_flight), float(work.max(initial=0.0)) or 1.0
+    kinds, flying = equal_rows(work), set(in_flight)
+    unit = float(work.max(initial=0.0)) or 1.0
     # By device times relative to the last device and the kind of the next trip: the trip that ended
     # so, and the time.
     seen: dict[tuple[float, ...], tuple[int, float]] = {}

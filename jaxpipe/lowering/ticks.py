@@ -99,7 +99,8 @@ class Ticks:
     def runs(self, kinds: Iterable[Kind]) -> BoolArray:
         """`[tick, device]`: whether it runs an action of these kinds."""
         table = self.schedule.encoded
-        found, mine = np.zeros((self.num_ticks, table.num_devices), bool), table.of_kinds(kinds)
+        found = np.zeros((self.num_ticks, table.num_devices), bool)
+        mine = table.of_kinds(kinds)
         found[self.when[mine], table.device[mine]] = True
         return found
 

@@ -106,11 +106,13 @@ class Beam:
         source, target, direct = number[source], number[target], lag == 0
         assert len(np.unique(target[direct])) == direct.sum()
         self._row = np.arange(count + 1)[:, None] * columns  # of a node in flat ends and tails
-        self._source, self._delay = np.full((count, 1), count * columns), np.zeros((count, 1))
+        self._source = np.full((count, 1), count * columns)
+        self._delay = np.zeros((count, 1))
         self._source[target[direct]] = self._row[source[direct]]
         self._delay[target[direct], 0] = delay[direct]
         before = ~direct & (source != target)
-        self._before, self._after, self._lag = source[before], target[before], lag[before, None]
+        self._before, self._after = source[before], target[before]
+        self._lag = lag[before, None]
 
     def _empty(self) -> Partial:
         """The schedule with nothing placed."""
@@ -118,7 +120,8 @@ class Beam:
         ends = np.full((1, count + 1, microbatches + 1), NEVER)
         ends[:, -1, :-1] = -NEVER
         counts = np.where(self._node < 0, microbatches, 0)[:, None]
-        free, live = np.zeros((self.shop.devices, 1)), np.zeros((self.shop.devices, 1), np.int64)
+        free = np.zeros((self.shop.devices, 1))
+        live = np.zeros((self.shop.devices, 1), np.int64)
         return Partial(counts, ends, self._starts(counts, ends, free), free, live, np.zeros(1))
 
     def search(self, limit: float, *, width: int, waits: bool) -> list[int] | None:

@@ -342,7 +342,8 @@ class DeviceAction:
         accumulators; `under`: the flag that is known to be set.
         """
         for effect in (e for e in effects if e.access is not Access.READ):
-            write_it, flag = partial(self._write, effect, found[effect.result]), effect.when
+            flag = effect.when
+            write_it = partial(self._write, effect, found[effect.result])
             if flag in NESTED and flag != under:
                 state = self._under(str(flag), [effect], write_it, state)
             elif flag in self.row.columns and flag not in ("keeps", under):

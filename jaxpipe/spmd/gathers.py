@@ -153,7 +153,8 @@ def _reduce(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
 
     def run(state: State) -> State:
         with jax.named_scope("reduce"):
-            plans, reduced = step.plans_of(0), [Key(Place.REDUCED, chunk) for chunk in chunks]
+            plans = step.plans_of(0)
+            reduced = [Key(Place.REDUCED, chunk) for chunk in chunks]
             split = zip(*(state[key] for key in reduced), strict=True)
             parts = [
                 None

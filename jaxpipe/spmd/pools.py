@@ -151,8 +151,8 @@ class SharedBuffer:
             for member, own in zip(members, shapes, strict=True):
                 places[member] = Home(at, Entry(own, pinned=pinned), own != shape)
             avals.append(jax.ShapeDtypeStruct(shape, dtypes[0]))
-            fits, raveled = [wanted[number][n] for number, n in members], {*shapes} != {shape}
-            entries.append(_agreed(shape, fits, raveled=raveled))
+            fits = [wanted[number][n] for number, n in members]
+            entries.append(_agreed(shape, fits, raveled={*shapes} != {shape}))
         by_kind = {
             kind: tuple(places[number, n] for n in range(len(kind)))
             for number, kind in enumerate(keyed)
@@ -373,7 +373,8 @@ class HostMoves:
     ) -> None:
         self.packing = packing
         for table, self.move in zip(program.ticks.moves, row.moves, strict=True):
-            stores, fetches = table.stores[ticks] != NOBODY, table.fetches[ticks] != NOBODY
+            stores = table.stores[ticks] != NOBODY
+            fetches = table.fetches[ticks] != NOBODY
             self.stores, self.fetches = bool(stores.any()), bool(fetches.any())
             self.always = bool(fetches.all())
 

@@ -148,12 +148,12 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
         layout, plans, kept = self.setup.layout, self.plans_of(chunk), self.inputs.kept
-        code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.setup.target.on_tpus
+        code = self.code.kinds[self.code.kind_of[stage]]
         names, of_state = None, None
         if self.rooms:
             names, of_state = self.room.names, kept and RoomLeaves.of(kept).names
         places = code.places(layout.held(stage, self.chunks, names).places)
-        own = Gradients.of(plans, places, splits=on_tpus)
+        own = Gradients.of(plans, places, splits=self.setup.target.on_tpus)
         state = layout.held(stage, kept, of_state).places if kept else ()
         return Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
 

@@ -256,7 +256,8 @@ def signature(code: StageCode, by: By, kind: Kind, *, keeps: bool, defers: bool)
         case By.FIRST, _:
             gradients = Place.FIRST_GRADIENTS, Place.SHARED_GRADIENTS
             return Signature(code.backward, (Place.FIRST, Place.SENT_DX), gradients)
-    own, gradients = (Place.LOSSES, Place.AUX), (Place.LAST_GRADIENTS, Place.SHARED_GRADIENTS)
+    own = Place.LOSSES, Place.AUX
+    gradients = Place.LAST_GRADIENTS, Place.SHARED_GRADIENTS
     if not is_forward:
         return Signature(code.weight_grad, (Place.LOSSES, Place.SHARE), gradients)
     if not keeps:
@@ -346,14 +347,16 @@ def pieces(
         into_scans(joint), code.totals(range(outputs, len(joint.outvars))), start=split
     )
     before = jaxpr.eqns[:split]
-    whole, computed = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
+    whole = {id(eqn) for eqn in before}
+    computed = {v for eqn in before for v in eqn.outvars}
     once, rest = hoist(jaxpr, known, at=total)
     start = total + len(once.outvars)
 
     # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is
     # cut becomes other equations with the same results.
     border = tuple(id(eqn) in whole or any(v in computed for v in eqn.outvars) for eqn in rest.eqns)
-    rest, repeat = keep_fewer_residuals(rest, border, repeat=_repeated(form)), _repeated(form)
+    repeat = _repeated(form)
+    rest = keep_fewer_residuals(rest, border, repeat=repeat)
     returned = [i < outputs for i in range(len(rest.outvars))]
     forward, backward = cut(rest, border, outputs=returned, repeat=repeat)
     forward = forward.replace(invars=forward.invars[:start])

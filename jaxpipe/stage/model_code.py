@@ -177,8 +177,8 @@ def trace(setup: Setup, inputs: Inputs) -> ModelCode:
 
 
 def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
-    functions, layout = replace(setup.functions, in_place=not setup.functions.room), setup.layout
-    shared = inputs.shared
+    functions = replace(setup.functions, in_place=not setup.functions.room)
+    layout, shared = setup.layout, inputs.shared
     shared_uses = uses_of(setup, shared, leaf_plans(setup.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> Extra:
@@ -210,8 +210,8 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     kind_of: list[int] = []
     for stage, function in enumerate(functions.stages):
         own = layout.held(stage, inputs.owned)
-        params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
-        plans = layout.held(stage, setup.plans["stages"]).leaves
+        params, plans = own.avals, layout.held(stage, setup.plans["stages"]).leaves
+        state = layout.held(stage, inputs.kept).avals if inputs.kept else ()
         uses = uses_of(setup, params, plans, own.places) + shared_uses
         leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
         key = (function, tree, *leaves, *uses, own.form)

@@ -102,7 +102,8 @@ def _gathered(row: Sequence[Cell], max_active: int | None, ahead: int | None) ->
             uses.setdefault(stage, deque()).append(place)
     room = len(uses) if max_active is None else max_active
     # By the place of a cell, the stages that are gathered, and that are dropped, before it.
-    gathers, drops = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    gathers = defaultdict[int, list[int]](list)
+    drops = defaultdict[int, list[int]](list)
     held: dict[int, int] = {}  # per stage that is whole, the place after its last use
 
     def next_use(stage: int) -> float:

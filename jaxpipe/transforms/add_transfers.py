@@ -119,7 +119,8 @@ class _Late(NamedTuple):
 
 def _late_receives(timeline: Timeline) -> _Late:
     """The transfers of a cell are in order of urgency."""
-    table, numbers = timeline.schedule.encoded, np.arange(timeline.schedule.encoded.num_actions)
+    table = timeline.schedule.encoded
+    numbers = np.arange(table.num_actions)
     starts, ends = np.array(timeline.starts), np.array(timeline.ends)
     users = np.flatnonzero(table.crosses)
     makers, count = table.producer[users], len(users)
@@ -154,7 +155,8 @@ def _early_in_cycles(late: _Late, timeline: Timeline) -> IntArray:
     is_send: list[bool] = late.sends.tolist()
     mate: list[int] = late.mate.tolist()
     other: list[int] = [*late.device[late.mate].tolist(), -1]  # device of the mate
-    head, stop = late.first[:-1], late.first[1:]  # a head is `total` where a row is done
+    # a head is `total` where a row is done
+    head, stop = late.first[:-1], late.first[1:]
     passed = bytearray(late.mate < 0)  # compute holds nothing up
     moved: list[int] = []
     before: list[int] = []
