@@ -126,7 +126,8 @@ def refuse_faults(platform: str, features: Collection[Feature]) -> None:
             a workaround.
     """
     found = faults_for(platform, features)
-    bad = [fault for fault in found if fault.effect not in (FaultEffect.SLOW, FaultEffect.AVOIDED)]
+    harmless = FaultEffect.SLOW, FaultEffect.AVOIDED
+    bad = [fault for fault in found if fault.effect not in harmless]
     PipelineError.refuse(
         "the installed versions have known faults for what this pipeline uses", map(str, bad)
     )

@@ -7,7 +7,7 @@ are run one by one, or several of one length as one loop.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -239,7 +239,11 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
     # together with this one; but for large slots that nothing writes.
     whole = _read_whole(jaxpr) - {each.held for each in updates.values()}
     pools = {id(target.pool) for target in writes.values()}
-    late = _LateReads(v for v in whole & {*slots} if alone and _is_late(v, slots[v], pools))
+    late = _LateReads(
+        v
+        for v in (whole & {*slots} if alone and not is_split_further() else ())
+        if id(slots[v].pool) not in pools and _is_large(shaped(v))
+    )
     first = [v for v in jaxpr.invars if v in whole and v not in late.waiting]
     env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
     for eqn in jaxpr.eqns:
@@ -309,11 +313,6 @@ class _LateReads:
         if not self._after.isdisjoint(variables(eqn.invars)):
             self._after.update(eqn.outvars)
             self._newest = next(filter(_is_large, arrays), self._newest)
-
-
-def _is_late(var: core.Var, slot: Slot, written: Collection[int]) -> bool:
-    """Whether an input is read late: a large one, from a pool that is not written."""
-    return id(slot.pool) not in written and _is_large(shaped(var)) and not is_split_further()
 
 
 def _is_large(array: Leaf) -> bool:

@@ -66,7 +66,9 @@ def one_of(chunks: Mapping[int, Leaves], number: Scalar) -> Leaves:
     (_, found), *others = chunks.items()
 
     def either(own: Array | None, other: Array | None, *, is_own: Flag) -> Array | None:
-        return other if own is None else own if other is None else jnp.where(is_own, own, other)
+        if own is None or other is None:
+            return other if own is None else own
+        return jnp.where(is_own, own, other)
 
     for chunk, leaves in others:
         found = list(map(partial(either, is_own=number == chunk), leaves, found))

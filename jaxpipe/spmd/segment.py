@@ -401,8 +401,8 @@ def _touched(leaves: Leaves) -> Scalar:
     first, as of `settled`, XLA would compute.)
     """
     corners = [
-        leaf[(0,) * leaf.ndim]
+        jnp.real(leaf[(0,) * leaf.ndim]).astype(jnp.float32)
         for leaf in leaves
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number)
     ]
-    return sum((jnp.real(corner).astype(jnp.float32) for corner in corners), start=jnp.float32(0))
+    return sum(corners, start=jnp.float32(0))

@@ -199,8 +199,7 @@ class DeviceStep:
         """Empty pools and accumulators, and the stages' present state."""
         setup, code, kept = self.setup, self.code, self.inputs.kept
         slots, microbatches = self.program.slots, setup.num_microbatches
-        codes = [*code.kinds, *([] if code.last is None else [code.last])]
-        losses = [loss.dtype for each in codes for loss in each.avals[Place.LOSSES]]
+        losses = [loss.dtype for each in code.codes for loss in each.avals[Place.LOSSES]]
         last = code.last
         state: State = {
             TOKEN: false(),
@@ -315,10 +314,10 @@ def finish(step: DeviceStep, state: State, params: Params) -> StepResults:
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
     """
-    setup, code = step.setup, step.code
-    aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state[Key(Place.AUX)])
+    setup, last = step.setup, step.code.last
+    aux = last and jax.tree.unflatten(last.y_tree, state[Key(Place.AUX)])
     results, scale = totals(setup, state[Key(Place.LOSSES)], aux, (setup.axis,), setup.data_axes)
-    if code.last is not None and code.last.count is not None:
+    if last is not None and last.count is not None:
         scale = None  # the backwards began with it
     results |= scaled_loss(results, step.inputs.scale)
     trees = map(jax.tree.structure, step.inputs.kept)

@@ -436,10 +436,8 @@ def cut_last(last: StageCode, axis: str, form: Form) -> StageCode:
     """
     whole, places = last.backward, (Place.LOSSES, Place.AUX, Place.STAGE_GRADIENTS)
     own = last.spans(places)[Place.STAGE_GRADIENTS]
-    outs = whole.outvars
-    others = [*outs[: own.start], *outs[own.stop :]]
-    params = len(last.avals[Place.STAGE_GRADIENTS])
-    reordered = whole.replace(outvars=[*outs[own], *others])
+    outs, params = whole.outvars, len(last.avals[Place.STAGE_GRADIENTS])
+    reordered = whole.replace(outvars=[*outs[own], *outs[: own.start], *outs[own.stop :]])
     first, second = cut_weights(reordered, params=params, prices={}, form=form)
     if any(axis in axes for _, axes in collectives(second)):
         (late,) = kinds_where(lambda spec: spec.part_of)
@@ -448,10 +446,10 @@ def cut_last(last: StageCode, axis: str, form: Form) -> StageCode:
             f"{axis!r}, so {late.name} cannot make it while other devices do something else; "
             f"use the table without {late.name}: jaxpipe.spread_last(schedule)"
         )
-    start = len(last.known)
-    inputs, kept = second.invars[: len(whole.invars)], second.invars[len(whole.invars) :]
-    y = range(start, start + len(last.avals[Place.X]))
-    assert not any(reads(second)[i] for i in y), "a gradient of parameters reads y before its sum"
+    count = len(whole.invars)
+    inputs, kept = second.invars[:count], second.invars[count:]
+    y = last.spans((Place.X,), len(last.known))[Place.X]
+    assert not any(reads(second)[y]), "a gradient of parameters reads y before its sum"
     return replace(
         last,
         input_grad=first,

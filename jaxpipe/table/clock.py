@@ -73,9 +73,9 @@ class EventLoop:
 
     def run(self, policy: Policy) -> None:
         """Book every task that the policy chooses, in its order."""
-        device, need, latency, duration = self.device, self.need, self.latency, self.duration
+        device, need, also = self.device, self.need, self.also
+        latency, duration = self.latency, self.duration
         starts, ends, free, groups = self.starts, self.ends, self.free, self.groups
-        also = self.also
         for i in policy:
             if groups and i in groups:
                 self._run_group(i)

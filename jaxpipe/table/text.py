@@ -53,7 +53,8 @@ _REACH = 8  # columns that are drawn on each side of marks
 _CELL_TYPES = {Action, Overlap, type(None)}
 _LARGEST = 2**63  # of numpy's whole numbers
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
-_ANY_ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
+_ANY_ACTION = re.compile("[0-9]+[A-Z_]+[0-9]*")
+_PAIR = re.compile(r"\([^()]*\)OVERLAP_F_B")
 _SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
 # The names of U, D and X in torch's CSV, where no number follows them.
 _NAMED = {spec.in_csv: spec.kind for spec in KINDS if spec.in_csv}

@@ -83,7 +83,8 @@ def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
     """The table without these kinds, without kinds that read only their values (late parts of
     shares), and without idle cells.
     """
-    made = (value for kind in kinds if KINDS[kind].is_collective for value in KINDS[kind].makes)
+    shared = (KINDS[kind] for kind in kinds if KINDS[kind].is_collective)
+    made = (value for spec in shared for value in spec.makes)
     table = _without(schedule, {*kinds, *(late for value in made for late in readers(value))})
     return table.with_rows([[c for c in row if c is not None] for row in table.rows])
 
