@@ -390,11 +390,11 @@ class Piece(NamedTuple):
         own = self.entry.pack(value, 1).reshape(*self.entry.counts, -1)
         return self._add(self._row(row)[0], own)
 
-    def scatter(self, eqn: core.JaxprEqn, indices: Array, updates: Array) -> Array:
+    def scatter(self, indices: Array, updates: Array, *, eqn: core.JaxprEqn) -> Array:
         """The array with the updates of a scatter-add into zeros added where they belong in the
         piece.
         """
-        own = Total(self.load()).scatter(eqn, indices, updates)
+        own = Total(self.load()).scatter(indices, updates, eqn=eqn)
         return lax.dynamic_update_slice_in_dim(self.pool, self._raveled(own), self.start, axis=-1)
 
     @property
@@ -458,7 +458,7 @@ class Total(NamedTuple):
             in_order, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
         )(value)
 
-    def scatter(self, eqn: core.JaxprEqn, indices: Array, updates: Array) -> Array:
+    def scatter(self, indices: Array, updates: Array, *, eqn: core.JaxprEqn) -> Array:
         """The accumulator with the updates of a scatter-add into zeros added where they belong."""
         options = {
             key: eqn.params[key]
@@ -486,9 +486,9 @@ class StackRow(NamedTuple):
         whole = Total(jnp.zeros_like(self.load())).store_row(row, value)
         return self.store(whole)
 
-    def scatter(self, eqn: core.JaxprEqn, indices: Array, updates: Array) -> Array:
+    def scatter(self, indices: Array, updates: Array, *, eqn: core.JaxprEqn) -> Array:
         """The stack with the updates of a scatter-add into zeros added to the row."""
-        own = Total(self.load()).scatter(eqn, indices, updates)
+        own = Total(self.load()).scatter(indices, updates, eqn=eqn)
         return lax.dynamic_update_index_in_dim(self.pool, own, self.row, 0)
 
 

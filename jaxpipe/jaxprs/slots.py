@@ -349,6 +349,7 @@ def _updates(
             start = eqn.invars[0]
             zeros += [result] if isinstance(start, core.Literal) and start.val == 0 else []
         target = left.get(result)
+        into_zeros = name == "scatter-add" and result in targets and eqn.invars[0] in zeros
         if isinstance(target, Slot):
             held = [
                 isinstance(v, core.Var) and v in slots and slots[v].pool is target.pool
@@ -361,14 +362,10 @@ def _updates(
                 if name in ("add", "add_any") and is_held and uses[own] == 1:
                     found[result] = _Update(target, own, [other], Slot.add)
                     break
-        elif name == "scatter-add" and result in targets and eqn.invars[0] in zeros:
-            change = partial(_scattered, eqn)
-            found[result] = _Update(targets[result], None, eqn.invars[1:], change)
+        elif into_zeros and isinstance(target, Total | Piece | StackRow):
+            change = partial(type(target).scatter, eqn=eqn)
+            found[result] = _Update(target, None, eqn.invars[1:], change)
     return found
-
-
-def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Array, updates: Array) -> Array:
-    return total.scatter(eqn, indices, updates)
 
 
 def _loop_of(

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jaxpipe.jaxprs.entry import Entry, Part, Piece, Slot, Total
+from jaxpipe.jaxprs.entry import Alone, Entry, Part, Piece, Slot, Total
 from jaxpipe.jaxprs.equations import scan_counts
 from jaxpipe.jaxprs.min_cut import cheapest
 from jaxpipe.jaxprs.residuals import into_scans
@@ -167,6 +167,15 @@ def test_rows_of_a_table_s_gradient_are_added_where_they_belong():
     ]
     assert len(scattered) == 1
     assert adds == []
+
+
+def test_rows_that_are_scattered_into_zeros_are_stored_in_a_slot_of_its_own():
+    """A residual may be such a value: it replaces what is in the slot."""
+    rows, values = jnp.array([1, 4, 1]), jnp.arange(9.0).reshape(3, 3)
+    jaxpr = jax.make_jaxpr(lambda i, v: jnp.zeros((10, 3)).at[i].add(v))(rows, values).jaxpr
+    run = InSlots(jaxpr, [rows, values], writes={0: Alone(jnp.full((10, 3), 2.0))})
+    ((found,),) = run_in_slots(run)
+    np.testing.assert_array_equal(found, jnp.zeros((10, 3)).at[rows].add(values))
 
 
 def test_two_scans_run_as_one_loop_and_give_what_each_gives():
