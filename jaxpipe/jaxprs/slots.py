@@ -248,8 +248,8 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
     env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
     for eqn in jaxpr.eqns:
         late.read(eqn, env)
-        result: Any = eqn.outvars[0] if eqn.outvars else None
-        if (update := updates.get(result)) is not None:
+        if eqn.outvars and (update := updates.get(eqn.outvars[0])) is not None:
+            (result,) = eqn.outvars
             before = update.target if update.held is None else env[update.held]
             values = [_load(env, v) for v in update.operands]
             now[id(before.pool)] = update.change(current(before), *values)
@@ -324,7 +324,7 @@ class _Update(NamedTuple):
     """An equation that is done in the target of its result."""
 
     target: Destination
-    held: Any  # the input that is the target before
+    held: core.Var | None  # the input that is the target before
     operands: Sequence[Atom]
     change: Callable[..., Array]  # the new pool, of the target before and the operands
 
@@ -334,7 +334,7 @@ def _updates(
     slots: Mapping[core.Var, Slot],
     left: Mapping[core.Var, Destination],
     targets: Mapping[core.Var, Destination],
-    uses: Mapping[Any, int],
+    uses: Mapping[core.Var, int],
 ) -> dict[core.Var, _Update]:
     """The equations that are done in the targets of their results, by result: rows that replace
     some of a slot, a sum that goes back to its slot, and scatters into zeros, as is the gradient of
@@ -342,26 +342,22 @@ def _updates(
     """
     found: dict[core.Var, _Update] = {}
     zeros: list[core.Var] = []
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        result: Any = eqn.outvars[0] if eqn.outvars else None
+    for eqn in (each for each in jaxpr.eqns if each.outvars):
+        name, result = eqn.primitive.name, eqn.outvars[0]
         if name == "broadcast_in_dim":
             start = eqn.invars[0]
             zeros += [result] if isinstance(start, core.Literal) and start.val == 0 else []
         target = left.get(result)
         into_zeros = name == "scatter-add" and result in targets and eqn.invars[0] in zeros
         if isinstance(target, Slot):
-            held = [
-                isinstance(v, core.Var) and v in slots and slots[v].pool is target.pool
-                for v in eqn.invars[:2]
-            ]
-            if name == "dynamic_update_slice" and held[0]:
-                own, *rest = eqn.invars
-                found[result] = _Update(target, own, rest, Slot.store_rows)
-            for own, other, is_held in zip(eqn.invars, eqn.invars[1::-1], held, strict=False):
-                if name in ("add", "add_any") and is_held and uses[own] == 1:
-                    found[result] = _Update(target, own, [other], Slot.add)
-                    break
+            from_slots = (v for v in variables(eqn.invars[:2]) if v in slots)
+            held = [v for v in from_slots if slots[v].pool is target.pool]
+            once = [v for v in held if uses[v] == 1]
+            if name == "dynamic_update_slice" and eqn.invars[0] in held:
+                found[result] = _Update(target, held[0], eqn.invars[1:], Slot.store_rows)
+            elif name in ("add", "add_any") and once:
+                others = [v for v in eqn.invars if v is not once[0]]
+                found[result] = _Update(target, once[0], others, Slot.add)
         elif into_zeros and isinstance(target, Total | Piece | StackRow):
             change = partial(type(target).scatter, eqn=eqn)
             found[result] = _Update(target, None, eqn.invars[1:], change)
