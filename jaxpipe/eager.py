@@ -191,16 +191,17 @@ class _Shard:
 
     def first(self, step: Step) -> Mapping[Place, object]:
         """`first`, whose residuals are its vjp, or its gradient."""
-        microbatch, run = step.microbatch, partial(self.functions.run_whole, "first")
+        microbatch, own = step.microbatch, self._of("first")
         extra = self._extra(By.FIRST, 0, microbatch)
+        run = partial(self.functions.run_whole, "first", x=(), extra=extra)
         if Place.FIRST_GRADIENTS not in step.makes:
             if Place.FIRST not in step.makes:
-                return {Place.SENT_X: run(self._of("first"), (), extra)}
-            x, vjp = jax.vjp(lambda params: run(params, (), extra), self._of("first"))
+                return {Place.SENT_X: run(own)}
+            x, vjp = jax.vjp(run, own)
             return {Place.SENT_X: x, Place.FIRST: vjp}
         kept = step.held[Place.FIRST]
         if step.kind is Kind.G:  # it has the gradient of the input, and runs `first` again
-            grads = jax.vjp(lambda params: run(params, (), extra), self._of("first"))[1](kept)
+            grads = jax.vjp(run, own)[1](kept)
         else:
             grads = kept(step.held[Place.SENT_DX])
         self._add("first", *grads, microbatch=microbatch)
@@ -245,15 +246,13 @@ class _Shard:
             self._add("last", step.held[Place.SHARE], microbatch=microbatch, share=1 / parts)
             return {}
         y = step.held[Place.LAST if step.kind is Kind.L else Place.SENT_X]
-        extra = self._extra(By.LAST, len(self.stages) - 1, microbatch)
-        run = partial(self.functions.run_whole, "last")
+        own, extra = self._of("last"), self._extra(By.LAST, len(self.stages) - 1, microbatch)
+        run = partial(self.functions.run_whole, "last", extra=extra)
         if not self.setup.training:
-            loss, self.aux[microbatch] = run(self._of("last"), y, extra)
+            loss, self.aux[microbatch] = run(own, y)
             self.losses[microbatch] += loss
             return {}
-        loss, vjp, self.aux[microbatch] = jax.vjp(
-            lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
-        )
+        loss, vjp, self.aux[microbatch] = jax.vjp(run, own, y, has_aux=True)
         self.losses[microbatch] += loss
         if self.counted is None:
             self._begin(y, extra)
