@@ -27,7 +27,6 @@ from .equations import (
     reads,
     renamed,
     scan_counts,
-    shaped,
     stacked_aval,
     variables,
     with_equations,
@@ -218,7 +217,7 @@ def _scan_halves(
     }
     crossing = variables(before.outvars[sum(choice.first) :])
     new = [v for v in crossing if v not in stacked]
-    stacked |= {v: newvar(stacked_aval(shaped(v), eqn.params["length"])) for v in new}
+    stacked |= {v: newvar(stacked_aval(v, eqn)) for v in new}
     first, second = [], []
     if any(choice.first) or new:
         ys = [(v, stacked[v]) for v in new]

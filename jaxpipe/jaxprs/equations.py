@@ -327,9 +327,10 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, tile: Sequence[int]) -> int
     return math.prod(outer) * -(-row // tile[1]) * tile[1] * itemsize
 
 
-def stacked_aval(aval: Leaf, length: int) -> jax_core.ShapedArray:
-    """The aval of `length` of these, one from each trip of a scan."""
-    return jax_core.ShapedArray((length, *aval.shape), aval.dtype)
+def stacked_aval(value: core.Var, scan: core.JaxprEqn) -> jax_core.ShapedArray:
+    """The aval of a value of a scan's body, one from each trip."""
+    aval = shaped(value)
+    return jax_core.ShapedArray((scan.params["length"], *aval.shape), aval.dtype)
 
 
 _MATMULS = {"dot_general", "conv_general_dilated"}

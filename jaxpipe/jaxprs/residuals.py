@@ -19,7 +19,6 @@ from .equations import (
     producers,
     renamed,
     scan_counts,
-    shaped,
     stacked_aval,
     variables,
 )
@@ -82,7 +81,7 @@ def keep_fewer_residuals(
             continue
         names = {v: o for o, v in moved.items() if v in stored}
         for v in stored:
-            names.setdefault(v, newvar(stacked_aval(shaped(v), eqn.params["length"])))
+            names.setdefault(v, newvar(stacked_aval(v, eqn)))
         kept = [(v, o) for v, o in scan.ys if o not in moved]
         eqns[index] = replace(scan, ys=[*kept, *names.items()]).equation()
         for position in sorted({p for o in moved for p in readers[o]}):
