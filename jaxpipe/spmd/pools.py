@@ -372,7 +372,8 @@ class HostMoves:
         self, packing: Packing, program: Program, ticks: NDArray[np.int64], row: TickRecord[Scalar]
     ) -> None:
         self.packing = packing
-        for table, self.move in zip(program.ticks.moves, row.moves, strict=True):
+        for table, move in zip(program.ticks.moves, row.moves, strict=True):
+            self.move = move
             stores = table.stores[ticks] != NOBODY
             fetches = table.fetches[ticks] != NOBODY
             self.stores, self.fetches = bool(stores.any()), bool(fetches.any())
