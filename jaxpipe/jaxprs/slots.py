@@ -245,7 +245,7 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
         if id(slots[v].pool) not in pools and _is_large(shaped(v))
     )
     first = [v for v in jaxpr.invars if v in whole and v not in late.waiting]
-    env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
+    env.update((v, _load(env, v)) for v in first)
     for eqn in jaxpr.eqns:
         late.read(eqn, env)
         if eqn.outvars and (update := updates.get(eqn.outvars[0])) is not None:
