@@ -162,15 +162,14 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def scan_params(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+def scan_params(consts: int, carry: int, xs: int, ys: int) -> dict[str, flattree.FlatTree]:
     """The parameters of a scan that say how its operands and results are grouped.
 
     JAX has no public name for these trees.
     """
 
-    def grouped(*counts: int) -> Any:
-        tree: Any = flattree
-        return tree.pack(tuple(map(tree.nones, counts)))
+    def grouped(*counts: int) -> flattree.FlatTree:
+        return flattree.pack(tuple(map(flattree.nones, counts)))
 
     return {"ft_in": grouped(consts, carry, xs), "ft_out": grouped(carry, ys)}
 
