@@ -86,7 +86,7 @@ def links_of(rooms: int) -> tuple[str, ...]:
 
 # The residuals of a forward that go to the host's memory in a tick, and those that come back, by
 # the numbers of their values (stage * M + microbatch).
-MOVE = tuple(column for move in MOVES for column in (move.value, *move.reads, *move.writes))
+MOVE = tuple(chain.from_iterable((m.value, *m.reads, *m.writes) for m in MOVES))
 
 
 def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ...]:

@@ -118,7 +118,8 @@ def _action_faults(program: Program) -> Iterator[Fault]:
         columns = {"stage": device} | {
             name: column[at].astype(int) for name, column in record.columns.items()
         }
-        kind, stage, microbatch = (columns[name] for name in ("kind", "stage", "microbatch"))
+        kind, microbatch = columns["kind"], columns["microbatch"]
+        stage = columns["stage"]
         sizes = zip((kind, stage, microbatch), table.at.shape, strict=True)
         inside = np.all([(n >= 0) & (n < size) for n, size in sizes], axis=0)
         number = np.full(len(tick), -1)
