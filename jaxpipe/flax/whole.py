@@ -31,7 +31,7 @@ from .units import TAKES, End, Unit, UnitCall, Vars
 _FAULTY = "the model cannot be split at its blocks"
 
 
-Passed: TypeAlias = tuple[tuple[object, ...], Extra]  # by position, and by keyword
+BlockArguments: TypeAlias = tuple[tuple[object, ...], Extra]  # by position, and by keyword
 
 
 class BlockCall(NamedTuple):
@@ -40,10 +40,10 @@ class BlockCall(NamedTuple):
     number: int
     block: nn.Module | None  # as linen calls it
     x: PyTree
-    more: Passed  # after x
+    more: BlockArguments  # after x
 
     @classmethod
-    def of(cls, number: int, block: nn.Module | None, given: Passed) -> BlockCall:
+    def of(cls, number: int, block: nn.Module | None, given: BlockArguments) -> BlockCall:
         """PipelineError where a block has no x."""
         if not given[0]:
             raise PipelineError("a block must take x as its first positional argument")
@@ -248,7 +248,7 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> UserFunction:
     are made again from the microbatch.
     """
 
-    def more(rows: PyTree, training: bool) -> Passed:
+    def more(rows: PyTree, training: bool) -> BlockArguments:
         # None of these arguments depends on a parameter or on the key.
         return whole.reach(({}, rows, jax.random.key(0)), training=training).more
 
