@@ -286,33 +286,32 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
 
 
 class _LateReads:
-    """Inputs that are read from their slots when the first equation needs them, after what was
+    """Inputs that are read from their slots when the first equation needs them, after all that was
     stored before: loops, and results in their targets.  A product that is only stored has no other
     reader, so XLA adds it inside its matmul.
 
-    XLA:GPU would otherwise read all of them first, and start the recomputation of every layer: at
-    512k tokens in 64 slices the step would take 71 GiB of temporary memory instead of 63.
+    XLA:GPU would otherwise read all of them first, start the recomputation of every layer, and make
+    the weight gradients of a layer after that of the next one: where layers of Llama 3 8B keep
+    their input, 1F1B would take 7.2 GiB of temporary memory instead of 5.9.
     """
 
     def __init__(self, inputs: Iterable[core.Var]) -> None:
         self.waiting = set(inputs)
         self._after = set(self.waiting)  # values that depend on one of these
-        self._newest: Array | None = None  # the last large array among these values
+        self._stored: Arrays = []  # the large arrays among these values
 
     def read(self, eqn: core.JaxprEqn, env: dict[core.Var, Any]) -> None:
         """Read the slots that an equation needs first."""
         for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in self.waiting]:
             self.waiting.discard(v)
             slot = env[v]
-            if self._newest is not None:
-                slot = slot._replace(number=_row_after(slot.number, [self._newest]))
-            env[v] = slot.load()
+            env[v] = slot._replace(number=_row_after(slot.number, self._stored)).load()
 
     def note(self, eqn: core.JaxprEqn, arrays: Sequence[Array]) -> None:
         """Note the results of an equation."""
         if not self._after.isdisjoint(variables(eqn.invars)):
             self._after.update(eqn.outvars)
-            self._newest = next(filter(_is_large, arrays), self._newest)
+            self._stored += filter(_is_large, arrays)
 
 
 def _is_large(array: Leaf) -> bool:

@@ -293,8 +293,10 @@ class DeviceAction:
         if effect is None:
             return empty(self._operand(by).code.avals[place]) if by is By.STAGE else []
         held = self._in_pool(effect, state)
-        # Residuals and what passes between slices are read where code needs them.
-        at_once = place in (Place.X, Place.COTANGENT, *self.step.code.outer_pools)
+        # Residuals, the x of a backward and what passes between slices are read where code needs
+        # them.
+        first = Place.X if self.use.block.runs_forward else Place.COTANGENT
+        at_once = place in (first, *self.step.code.outer_pools)
         leaves = held.read() if at_once else held.lazily()
         if effect.when not in _ELSE_ZEROS:
             return leaves
