@@ -294,9 +294,11 @@ class DeviceAction:
             return empty(self._operand(by).code.avals[place]) if by is By.STAGE else []
         held = self._in_pool(effect, state)
         # Residuals, the x of a backward and what passes between slices are read where code needs
-        # them.
-        first = Place.X if self.use.block.runs_forward else Place.COTANGENT
-        at_once = place in (first, *self.step.code.outer_pools)
+        # them; not x where XLA could move a loop of the user's out of its predicate.
+        early = self.use.block.runs_forward or self._operand(by).code.loops
+        at_once = place in (Place.COTANGENT, *self.step.code.outer_pools) or (
+            place is Place.X and early
+        )
         leaves = held.read() if at_once else held.lazily()
         if effect.when not in _ELSE_ZEROS:
             return leaves
