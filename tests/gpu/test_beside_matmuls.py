@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,23 +31,25 @@ def layer(x: Any, w: dict[str, Any]) -> tuple[Any, None]:
     return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down, None
 
 
-def built(name: str, form: Form | None) -> tuple[jp.Pipeline, Any, Any]:
-    """A pipeline, shapes of its parameters, and a batch."""
+def built(
+    name: str, form: Form | None, layers: int = LAYERS, rows: int = ROWS, *, again: bool = False
+) -> tuple[jp.Pipeline, Any, Any]:
+    """A pipeline, shapes of its parameters, and a batch; `again`: layers keep their input alone."""
     schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
     mesh = gpu_mesh((2,), ("pipe",))
     model = jp.Model(
-        lambda w, x: jax.lax.scan(layer, x, w)[0],
+        lambda w, x: jax.lax.scan(jax.checkpoint(layer) if again else layer, x, w)[0],
         last=lambda _, x, microbatch: jnp.mean(jnp.square(x.astype(jnp.float32))),
     )
     executor = None if form is None else SpmdExecutor(form=form)
     pipe = jp.Pipeline(model, schedule, mesh, executor=executor)
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     stages = {
-        name: jax.ShapeDtypeStruct((schedule.num_stages, LAYERS, *dims), jnp.float32)
+        name: jax.ShapeDtypeStruct((schedule.num_stages, layers, *dims), jnp.float32)
         for name, dims in shapes.items()
     }
     everywhere = NamedSharding(mesh, PartitionSpec())
-    x = jax.ShapeDtypeStruct((MICROBATCHES * ROWS, WIDTH), jnp.bfloat16, sharding=everywhere)
+    x = jax.ShapeDtypeStruct((MICROBATCHES * rows, WIDTH), jnp.bfloat16, sharding=everywhere)
     return pipe, pipe.place({"stages": stages, "last": {}}), {"x": x}
 
 
@@ -86,6 +89,21 @@ def test_weight_gradients_are_added_inside_their_matmuls(name: str) -> None:
         if any(array.dtype == "f32" and array.nbytes in sizes for array in each.results)
     ]
     assert kernels == []
+
+
+def test_weight_gradients_of_a_layer_come_before_the_next_one_is_computed_again() -> None:
+    """Layers that are apart take their accumulators more than a scan, and no further layer."""
+    rows, layers = 4 * ROWS, 4
+    scans, apart = (
+        compile_and_read(pipe.lower(params, batch)).memory.temp_size_in_bytes
+        for pipe, params, batch in (
+            built("1f1b", form, layers, rows, again=True)
+            for form in (replace(GPU_FORM, layers=0), GPU_FORM)
+        )
+    )
+    accumulators = layers * 3 * WIDTH * HIDDEN * 4
+    hidden = rows * HIDDEN * 2  # of a layer; it has five of these under way
+    assert apart - accumulators < scans + hidden
 
 
 def test_the_form_is_that_of_gpus() -> None:
