@@ -32,7 +32,7 @@ from ..spmd.emit import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.xla import compiled_alone, hoisted_from, outer_specs
 from ..stage.code import RESIDUALS, StageCode, run
-from ..stage.model_code import ModelCode
+from ..stage.codes import ModelCode
 from ..stage.setup import Setup
 from ..storage.plan import PART, LeafPlan, leaf_plans, trained
 from ..storage.table import Home, Places, stacks_of_layers

@@ -8,74 +8,17 @@ for each room.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from ..program.ir import NOBODY, IntTable, Record, links_of
-from ..table.encoded import IntArray
 from ..table.gathered import runs_of
 from ..table.kinds import BESIDE, LINKED, Sharded, gatherers
 from ..table.schedule import Schedule
 from ..transforms.add_gathers import Reduce, add_gathers, reduce_each_run
 from ..transforms.rewrites import remove_gathers
-
-
-@dataclass(frozen=True, eq=False)
-class Rooms:
-    """The rooms of a table with U, D and X.
-
-    Attributes:
-        plain: the table without them.
-        room: per action of that table, the room of its stage's parameters; 0 for an action that
-            belongs to no stage.
-        gathers, reductions: of each U and X [4, n]: device, room, chunk, and the number of the
-            action before it in its row of the plain table (-1 for none).
-    """
-
-    plain: Schedule
-    room: IntArray
-    gathers: IntArray
-    reductions: IntArray
-
-    @property
-    def count(self) -> int:
-        """The most rooms of a device."""
-        return 1 + int(self.room.max(initial=0))
-
-    def links(self, when: IntArray, shape: tuple[int, int]) -> Record[IntTable]:
-        """The reductions and then the gathers before each tick's blocks, where action i of the
-        plain table runs in tick `when[i]`.
-        """
-        names = links_of(self.count)
-        found = {name: np.full(shape, NOBODY, np.int32) for name in names}
-        for each, columns in (
-            (self.gathers, names[: self.count]),
-            (self.reductions, names[self.count :]),
-        ):
-            for (device, room, chunk, _), tick in zip(each.T, self._ticks(when, each), strict=True):
-                found[columns[room]][tick, device] = chunk
-        return Record(found)
-
-    def last(self, when: IntArray) -> int:
-        """The tick of the last reduction, which may come after all blocks."""
-        return max(self._ticks(when, self.reductions), default=-1)
-
-    def _ticks(self, when: IntArray, links: IntArray) -> Iterator[int]:
-        """The tick of each of these: that of the next action of its device, beside which it runs,
-        where that one does not need its room; else the tick after that of the action before it.
-        """
-        table = self.plain.encoded
-        for device, room, _, before in links.T.tolist():
-            after = table.first[device] if before < 0 else before + 1
-            both = {after, int(table.last_half[after])} if after < table.first[device + 1] else {}
-            if both and all(room != self.room[i] for i in both):
-                yield int(when[after])
-            else:
-                yield 1 + int(when[before]) if before >= 0 else 0
+from .ticks import Rooms
 
 
 @lru_cache(maxsize=64)

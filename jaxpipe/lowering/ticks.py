@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ScheduleError
+from ..program.ir import NOBODY, IntTable, Record, links_of
 from ..program.segments import JOINT, Block, Payload
 from ..table.clock import EventLoop
 from ..table.effects import flags_of
@@ -23,7 +24,6 @@ from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
 from ..table.order import waiting
 from ..table.schedule import Schedule
 from ..table.text import grid
-from .rooms import Rooms
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
 
@@ -41,6 +41,60 @@ def equal_rows(rows: NDArray[np.generic]) -> IntArray:
     numbers: dict[bytes, int] = {}
     found = [numbers.setdefault(r.tobytes(), len(numbers)) for r in np.ascontiguousarray(rows)]
     return np.array(found, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Rooms:
+    """The rooms of a table with U, D and X.
+
+    Attributes:
+        plain: the table without them.
+        room: per action of that table, the room of its stage's parameters; 0 for an action that
+            belongs to no stage.
+        gathers, reductions: of each U and X [4, n]: device, room, chunk, and the number of the
+            action before it in its row of the plain table (-1 for none).
+    """
+
+    plain: Schedule
+    room: IntArray
+    gathers: IntArray
+    reductions: IntArray
+
+    @property
+    def count(self) -> int:
+        """The most rooms of a device."""
+        return 1 + int(self.room.max(initial=0))
+
+    def links(self, when: IntArray, shape: tuple[int, int]) -> Record[IntTable]:
+        """The reductions and then the gathers before each tick's blocks, where action i of the
+        plain table runs in tick `when[i]`.
+        """
+        names = links_of(self.count)
+        found = {name: np.full(shape, NOBODY, np.int32) for name in names}
+        for each, columns in (
+            (self.gathers, names[: self.count]),
+            (self.reductions, names[self.count :]),
+        ):
+            for (device, room, chunk, _), tick in zip(each.T, self._ticks(when, each), strict=True):
+                found[columns[room]][tick, device] = chunk
+        return Record(found)
+
+    def last(self, when: IntArray) -> int:
+        """The tick of the last reduction, which may come after all blocks."""
+        return max(self._ticks(when, self.reductions), default=-1)
+
+    def _ticks(self, when: IntArray, links: IntArray) -> Iterator[int]:
+        """The tick of each of these: that of the next action of its device, beside which it runs,
+        where that one does not need its room; else the tick after that of the action before it.
+        """
+        table = self.plain.encoded
+        for device, room, _, before in links.T.tolist():
+            after = table.first[device] if before < 0 else before + 1
+            both = {after, int(table.last_half[after])} if after < table.first[device + 1] else {}
+            if both and all(room != self.room[i] for i in both):
+                yield int(when[after])
+            else:
+                yield 1 + int(when[before]) if before >= 0 else 0
 
 
 @dataclass(frozen=True, eq=False)

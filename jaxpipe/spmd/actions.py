@@ -31,12 +31,12 @@ from .block import (
     empty,
     held_back,
     of_chunk,
+    one_of,
     run_one_of,
     run_where,
     without_weak_types,
     write,
 )
-from .gathers import in_room, one_of
 from .operand import Operand
 from .pools import InPool, put, taken, unfilled
 from .step import DeviceStep
@@ -258,7 +258,7 @@ class DeviceAction:
         """The code of a function: (consts, parameters, inputs, extra, once, what it takes)."""
         operand, called = self._operand(by), self._signature(by)
         if by is By.STAGE and self.step.rooms:
-            operand = in_room(self.step, operand, self.use.block.chunk, self.stage_kind, state)
+            operand = self.step.in_room(operand, self.use.block.chunk, self.stage_kind, state)
         code, row = operand.code, self.row
         ends = {By.FIRST: 0, By.LAST: len(self.step.code.kind_of) - 1}
         stage = row.stage if by is By.STAGE else jnp.full_like(row.microbatch, ends[by])

@@ -118,6 +118,22 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.zeros(shape, dtype)
 
 
+def one_of(chunks: Mapping[int, Leaves], number: Scalar) -> Leaves:
+    """The leaves of the chunk of this number, or else of the first; None for a leaf that none
+    has.  One that this chunk does not have has any value.
+    """
+    (_, found), *others = chunks.items()
+
+    def either(own: Array | None, other: Array | None, *, is_own: Flag) -> Array | None:
+        if own is None or other is None:
+            return other if own is None else own
+        return jnp.where(is_own, own, other)
+
+    for chunk, leaves in others:
+        found = list(map(partial(either, is_own=number == chunk), leaves, found))
+    return found
+
+
 class _Seen(dict[Key, Any]):
     """The part of a state that a block may read."""
 

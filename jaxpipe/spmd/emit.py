@@ -19,7 +19,8 @@ from ..lowering.target import Form
 from ..model.arguments import StepArguments
 from ..model.settings import is_explicit
 from ..program.ir import Program
-from ..stage.model_code import ModelCode, lower, trace
+from ..stage.codes import ModelCode
+from ..stage.model_code import lower, trace
 from ..stage.setup import Setup
 from .gathers import empty_rooms
 from .pools import Buffers, StageEntries, shared_buffers

@@ -8,7 +8,7 @@ its own.  Along the fsdp axis all devices do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,8 +25,7 @@ from ..program.segments import Presence
 from ..storage.plan import LeafPlan, Stored
 from ..table.effects import EFFECTS, By, Place
 from ..table.kinds import Kind
-from .block import BlockCode, Key, State, run_where, zeros
-from .operand import Operand
+from .block import BlockCode, Key, State, one_of, run_where, zeros
 from .step import DeviceStep
 
 
@@ -51,28 +50,6 @@ def _room(step: DeviceStep, room: int, leaves: Leaves) -> tuple[Leaves, list[Lea
     leaves = [tuple(leaf) if n in step.apart[room] else leaf for n, leaf in enumerate(leaves)]
     own = (step.operand(By.STAGE, room, kind) for kind in range(len(step.code.kinds)))
     return leaves, [operand.filled(leaves, step.shared).once for operand in own]
-
-
-def in_room(step: DeviceStep, operand: Operand, room: int, kind: int, state: State) -> Operand:
-    """The operand of a kind of stage with the parameters that a room holds."""
-    leaves, hoisted = state[Key(Place.PARAMETERS, room)]
-    return operand.filled(leaves, step.shared, hoisted[kind])
-
-
-def one_of(chunks: Mapping[int, Leaves], number: Scalar) -> Leaves:
-    """The leaves of the chunk of this number, or else of the first; None for a leaf that none
-    has.  One that this chunk does not have has any value.
-    """
-    (_, found), *others = chunks.items()
-
-    def either(own: Array | None, other: Array | None, *, is_own: Flag) -> Array | None:
-        if own is None or other is None:
-            return other if own is None else own
-        return jnp.where(is_own, own, other)
-
-    for chunk, leaves in others:
-        found = list(map(partial(either, is_own=number == chunk), leaves, found))
-    return found
 
 
 class RoomWork(NamedTuple):

@@ -37,8 +37,8 @@ from ..model.layers import OUTER
 from ..model.replaced import ADDED
 from ..program.ir import Program
 from ..stage.code import run
+from ..stage.codes import ModelCode
 from ..stage.counts import total_count
-from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
 from ..storage.chunks import Chunks
 from ..storage.plan import (
@@ -180,6 +180,11 @@ class DeviceStep:
             if of == chunk
         ]
         return stacks_of_layers([place for each in own for place in each.places])
+
+    def in_room(self, operand: Operand, room: int, kind: int, state: State) -> Operand:
+        """The operand of a kind of stage with the parameters that a room holds."""
+        leaves, hoisted = state[Key(Place.PARAMETERS, room)]
+        return operand.filled(leaves, self.shared, hoisted[kind])
 
     def plans_of(self, chunk: int) -> list[LeafPlan]:
         """The plans of a chunk's parameters, or of those in a room.  A chunk that another device

@@ -31,7 +31,7 @@ from ..stage.code import (
     inexact,
     run,
 )
-from ..stage.model_code import ModelCode
+from ..stage.codes import ModelCode
 from ..stage.setup import Setup
 from ..storage.partition import parts_of
 from ..storage.plan import leaf_plans

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import TypeAlias
@@ -24,7 +24,6 @@ from ..jaxprs.equations import (
     AXIS_INDEX,
     Atom,
     by_leaves,
-    collectives,
     every_equation,
     nbytes,
     reads,
@@ -40,9 +39,10 @@ from ..program.verify import verify
 from ..storage.plan import LeafPlan, leaf_plans
 from ..storage.table import Home, Places
 from ..table.effects import TOGETHER, By, Offload, Place, longest
-from ..table.kinds import KINDS, Kind
-from ..table.schedule import Schedule, named
+from ..table.kinds import Kind
+from ..table.schedule import named
 from .code import RESIDUALS, ParamUse, StageCode, cut_last, inexact
+from .codes import ModelCode
 from .counts import check_count
 from .setup import Inputs, Setup
 from .trace import trace_last, trace_spread_first, trace_stage
@@ -108,65 +108,6 @@ def _tangents(call: _Stage, inputs: _Arguments, trained: Sequence[bool]) -> tupl
     _, moving = by_leaves(call, arguments, moves)
     flat = flatten(jax.make_jaxpr(tangents)(arguments, extra, moving))
     return with_inputs(flat), len(moving)
-
-
-@dataclass(frozen=True)
-class ModelCode:
-    """The code of the stages of a table, of first and of last."""
-
-    kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
-    kind_of: tuple[int, ...]  # per stage
-    first: StageCode
-    last: StageCode | None
-    schedule: Schedule
-
-    @property
-    def codes(self) -> tuple[StageCode, ...]:
-        """The code of all functions."""
-        return (*self.kinds, self.first, *(() if self.last is None else (self.last,)))
-
-    @property
-    def partitions(self) -> bool:
-        """Whether a function partitions itself (`jax.experimental.custom_partitioning`)."""
-        jaxprs = (each for code in self.codes for each in (code.hoist, code.forward, code.backward))
-        equations = (equation for jaxpr in jaxprs for equation in every_equation(jaxpr))
-        return any(equation.primitive.name == "custom_partitioning" for equation in equations)
-
-    @property
-    def outer_pools(self) -> dict[Place, Avals]:
-        """The values that pools keep for `first` and `last`."""
-        y = self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
-        return {
-            Place.FIRST: self.first.avals[Place.FIRST],
-            Place.LAST: y if self.schedule.encoded.spreads_last else (),
-            Place.SHARE: () if self.last is None else self.last.avals[Place.STASH],
-        }
-
-    @property
-    def defers_last(self) -> bool:
-        """Whether a later action computes the gradients of the parameters of `last`."""
-        return any(KINDS[kind].part_of for kind in self.schedule.encoded.kinds)
-
-    @property
-    def loops(self) -> bool:
-        """Whether any function has a loop whose end depends on its values."""
-        return any(code.loops for code in self.codes)
-
-    def fits(self, code: StageCode, sent: Place) -> bool:
-        """Whether the stage that sends this at an end of the model may be of this kind: SENT_X the
-        last one, whose output `last` takes, SENT_DX the first one, which takes that of `first`.
-        """
-        number, place = (-1, sent) if sent is Place.SENT_X else (0, Place.X)
-        return self.kinds[self.kind_of[number]].avals[place] == code.avals[place]
-
-    @property
-    def permutes(self) -> bool:
-        """Whether a function that not all devices run at once permutes, as ring attention does."""
-        codes = [*self.kinds, *([] if self.schedule.encoded.spreads_first else [self.first])]
-        jaxprs = [jaxpr for code in codes for jaxpr in (code.forward, code.backward)]
-        if self.last is not None and not self.schedule.encoded.spreads_last:
-            jaxprs.append(self.last.backward)
-        return any("ppermute" in (name for name, _ in collectives(jaxpr)) for jaxpr in jaxprs)
 
 
 def trace(setup: Setup, inputs: Inputs) -> ModelCode:
