@@ -96,6 +96,14 @@ def test_layers_of_a_scan(name):
         np.testing.assert_allclose(pipe.evaluate(pipe.place(params), batch), want, rtol=FLOAT64)
 
 
+def test_predicates_around_groups_of_slots():
+    schedule = jp.schedules.build("gpipe", devices=2, microbatches=7)
+    pipe, params, batch, _ = check(jp.Model(scanned, last=last), schedule, stacks(2, 2))
+    program = pipe.trace(pipe.place(params), batch).program
+    assert program.together
+    assert program.slots.residual_weight == 7
+
+
 @pytest.mark.parametrize("stage", [indexed, nested])
 @pytest.mark.parametrize("table", ["1f1b", by_actions("zb_h1")])
 def test_layers_in_other_ways(stage, table):
