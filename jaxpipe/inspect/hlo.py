@@ -218,9 +218,14 @@ class CodePlace:
         return math.prod(frame.trips for frame in self.frames if frame.trips is not None)
 
     @property
+    def guards(self) -> tuple[Instruction, ...]:
+        """The predicates around it, outermost first."""
+        return tuple(frame.instruction for frame in self.frames if frame.trips is None)
+
+    @property
     def guarded(self) -> bool:
         """Whether it is under a predicate."""
-        return any(frame.trips is None for frame in self.frames)
+        return bool(self.guards)
 
     def is_inside(self, instruction: Instruction) -> bool:
         """Whether a loop or conditional is around it."""

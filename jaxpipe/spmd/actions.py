@@ -296,9 +296,8 @@ class DeviceAction:
         # Residuals, the x of a backward and what passes between slices are read where code needs
         # them; not x where XLA could move a loop of the user's out of its predicate.
         early = self.use.block.runs_forward or self._operand(by).code.loops
-        at_once = place in (Place.COTANGENT, *self.step.code.outer_pools) or (
-            place is Place.X and early
-        )
+        first = (Place.X,) if early else ()
+        at_once = place in (*first, Place.COTANGENT, *self.step.code.outer_pools)
         leaves = held.read() if at_once else held.lazily()
         if effect.when not in _ELSE_ZEROS:
             return leaves

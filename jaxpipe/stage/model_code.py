@@ -227,13 +227,16 @@ def _slots_apart(setup: Setup, code: ModelCode) -> int:
     The host decides on predicates of blocks that are in no CUDA graph: they communicate, or have
     scans, whose rows XLA copies from places that the host knows.
     """
+    most = setup.form.slots
+    if not most or setup.target.communicates:
+        return 0
     held = TOGETHER if Kind.W in setup.schedule.encoded.kinds else RESIDUALS
     kept = (sum(nbytes(aval) for p in held for aval in kind.avals[p]) for kind in code.kinds)
     small = max(kept) < setup.form.slot_bytes
     loops = any(
         eqn.primitive.name == "scan" for kind in code.kinds for eqn in every_equation(kind.forward)
     )
-    return 0 if small or loops or setup.target.communicates else setup.form.slots
+    return 0 if small or loops else most
 
 
 def uses_of(
