@@ -27,8 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks import moe
-from benchmarks.gpu_programs import Remat, _layer_policy
-from benchmarks.llama import TENSOR
+from benchmarks.gpu_programs import Remat
+from benchmarks.llama import TENSOR, layer_again
 from benchmarks.machine import describe
 from benchmarks.output import Command, Result, Row, told, write_all
 from jaxpipe.inspect.hlo import Computation, Instruction, Module, kind_of, walk
@@ -200,10 +200,7 @@ class Variant:
                 fused, in_specs=heads, out_specs=heads, axis_names={TENSOR}, check_vma=False
             )
         own = partial(layer, attention=attention)
-        policy = _layer_policy(self.remat)
-        if policy is False:
-            return own(x, row)
-        return jax.checkpoint(own, policy=None if policy is True else policy)(x, row)
+        return layer_again(own, self.remat.of_layer)(x, row)
 
     def stage(self, stack: Any, x: Any) -> Any:
         """Layers in a scan."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 from typing import Any
 
@@ -66,6 +68,12 @@ class Remat(Enum):
     DOTS = "dots"  # each layer keeps its matmuls
     FULL = "full"  # each stage keeps its input alone
 
+    @property
+    def of_layer(self) -> Callable[..., bool] | bool:
+        """`remat_layer` of a model."""
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return dots if self is Remat.DOTS else self is Remat.LAYER
+
 
 @dataclass(frozen=True)
 class Case:
@@ -98,7 +106,7 @@ class Case:
         data = self.axes in (Axes.DATA, Axes.FSDP)
         second = (TENSOR,) if tensor else (DATA,) if data else ()
         mesh = described((self.devices, *(self.other for _ in second)), ("pipe", *second))
-        model = Model(shape, remat_layer=_layer_policy(self.remat), sequence=tensor, tensor=tensor)
+        model = Model(shape, remat_layer=self.remat.of_layer, sequence=tensor, tensor=tensor)
         pipe = jp.Pipeline(
             model.by_stages(),
             schedule,
@@ -114,14 +122,6 @@ class Case:
         sharding = NamedSharding(mesh, PartitionSpec(DATA if data else None))
         params = pipe.place(parameters(shape, schedule.num_stages))
         return pipe, params, batch(shape, rows, sharding)
-
-
-def _layer_policy(remat: Remat) -> Callable[..., bool] | bool:
-    return (
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        if remat is Remat.DOTS
-        else remat is Remat.LAYER
-    )
 
 
 COLUMNS = (
@@ -186,20 +186,21 @@ def bytes_moved(program: GpuProgram, schedule: jp.Schedule, moves: Sequence[Larg
     """Bytes a step of the device with most actions of each kind.
 
     The predicates of a kind share its actions.  Slots that are arrays of their own have a copy of
-    the block's code each, under predicates inside of the block's: one of these is taken.
+    the block's code each, under predicates inside of the block's, and many of them in groups: of
+    the predicates inside of one that move anything, one is taken.
     """
-    runs, asked, inside = reduce(or_, actions_of(schedule)), Counter[str | None](), Counter[str]()
+    runs, asked = reduce(or_, actions_of(schedule)), Counter[str | None]()
     for each in program.predicates:
-        guards = [frame.instruction for frame in each.place.frames if frame.trips is None]
-        asked[each.kind] += 0 if guards else each.place.trips
-        inside[guards[0].name if len(guards) == 1 else ""] += 1
+        asked[each.kind] += 0 if each.place.guarded else each.place.trips
+    pairs = {pair for each in moves for pair in pairwise(g.name for g in each.place.guards)}
+    inside = Counter(outer for outer, _ in pairs)
 
     def share(move: LargeMove) -> float:
-        guards = [frame.instruction for frame in move.place.frames if frame.trips is None]
+        guards = move.place.guards
         kind = kind_of(guards[0]) if guards else None
         if kind is None:
             return 1.0
-        copies = inside[guards[0].name] if len(guards) > 1 else 1
+        copies = math.prod(inside[guard.name] for guard in guards[:-1])
         return min(1.0, runs[kind] / asked[kind]) / copies
 
     return sum(share(each) * each.nbytes_a_step for each in moves)

@@ -43,6 +43,11 @@ class Shape:
         return self.heads // self.kv_heads
 
 
+def layer_again(layer: Callable[..., Any], remat: Callable[..., bool] | bool) -> Callable[..., Any]:
+    """The layer under `jax.checkpoint`, with this policy; True: it keeps its input alone."""
+    return jax.checkpoint(layer, policy=None if remat is True else remat) if remat else layer
+
+
 @dataclass(frozen=True)
 class Model:
     """The functions of a pipeline; `remat_layer` puts `jax.checkpoint` around each layer,
@@ -66,10 +71,7 @@ class Model:
         return jax.lax.scan(lambda x, p: (self.layer(p, x), None), x, params)[0]
 
     def layer(self, params: PyTree, x: Any) -> Any:
-        if not self.remat_layer:
-            return self._layer(params, x)
-        policy = None if self.remat_layer is True else self.remat_layer
-        return jax.checkpoint(self._layer, policy=policy)(params, x)
+        return layer_again(self._layer, self.remat_layer)(params, x)
 
     def last(self, params: PyTree, x: Any, microbatch: PyTree) -> Any:
         logits = jnp.einsum("btd,dv->btv", _norm(params["norm"], x), params["head"].astype(x.dtype))

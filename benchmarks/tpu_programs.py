@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks import moe
-from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
+from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import Move, large_moves_on_tpus
@@ -210,8 +210,7 @@ def plain_mixture(case: moe.Case, topology: str) -> Any:
 def plain_model(case: Case, topology: str) -> Any:
     """Plain JAX's loss and gradients of the layers of one stage and the ends, lowered."""
     shape, tensor = dataclasses.replace(case.shape, layers=case.layers), case.axes is Axes.TENSOR
-    policy = _layer_policy(case.remat)
-    model = Model(shape, remat_layer=policy, sequence=tensor, tensor=tensor)
+    model = Model(shape, remat_layer=case.remat.of_layer, sequence=tensor, tensor=tensor)
     own = model.by_stages()
     mesh = tpu_mesh((1, case.other if tensor else 1), ("pipe", TENSOR), topology=topology)
     one = jp.Pipeline(
