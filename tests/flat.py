@@ -22,6 +22,7 @@ SHARDING = {
     "axis": "pipe",
     "data_axes": "data",
     "fsdp": "fsdp",
+    "max_active": "max_active",
     "shard_outer": "outer",
     "specs": "specs",
     "replicated_axes": "replicated",

@@ -14,7 +14,7 @@ import numpy as np
 import jaxpipe as jp
 from tests.strategies import random_schedule
 
-from .ops import OPS, OUTER, PASSING, POSITIONED
+from .ops import OPS, OUTER, PASSING, POSITIONED, REPLACED
 
 LETTERS = "abc"
 SPREAD = ("vocab", "spread")  # how `first` and `last` may be written for all devices at once
@@ -41,6 +41,13 @@ ONE_MORE = (
     "nonfinite",
     "place",
 )
+
+RULES = {
+    "LAST": lambda values: values[-1],
+    "MAX": lambda values: np.max(values, axis=0),
+    "MEAN": lambda values: np.mean(values, axis=0),
+    "SUM": lambda values: np.sum(values, axis=0),
+}
 
 # what XLA:CPU cannot do beside axes that are left to the partitioner
 BY_ITSELF = ("cond", "fourier", "switch")
@@ -77,6 +84,7 @@ class Case:
     odd: bool = False  # None and empty trees among parameters
     mixed: bool = False  # float32 and bfloat16 parameters
     frozen: tuple[str, ...] = ()  # names of leaves
+    replaced: tuple[str, str] = ("MAX", "MAX")  # over microbatches, over data shards
     table: str = "gpipe"  # a name, or a number: a random table
     passes: tuple[str, ...] = ()
     devices: int = 1
@@ -89,6 +97,7 @@ class Case:
     context: bool = False  # calls are made under `jax.set_mesh`
     per_layer: bool = False  # training uses a rule that looks at one array
     fsdp: bool = False
+    max_active: int | None = None  # stages of a device that are whole at a time
     outer: bool = False
     remat: str | None = None
     offload: str | None = None
@@ -293,6 +302,13 @@ def _drawing(rng: np.random.Generator, case: Case) -> Case:
         changed["calls"] = (*case.calls, "plain")
     changed["gpu_form"] = not case.eager and rng.random() < 0.4
     changed["apart"] = not changed["gpu_form"] or rng.random() < 0.5
+    if case.fsdp and rng.random() < 0.6:
+        changed["max_active"] = int(rng.choice([1, 1, 2]))
+    # The plain model takes the slices of a sequence as one microbatch.
+    if case.slices == 1 and rng.random() < 0.3:
+        ops = changed.get("ops", case.ops)
+        changed["ops"] = tuple((*own, *REPLACED) if rng.random() < 0.7 else own for own in ops)
+        changed["replaced"] = tuple(str(rule) for rule in rng.choice(list(RULES), size=2))
     return replace(case, **changed)
 
 
@@ -302,7 +318,7 @@ def _is_plain(case: Case) -> bool:
     There a model of letters has one stage, there are no data shards, a clipped cotangent begins
     with the count, and stages that are alike are counted by their parameters.
     """
-    known = OPS | PASSING | POSITIONED
+    known = OPS | PASSING | POSITIONED | REPLACED
     counted = case.form != "alike" or any(known[op].shapes(case.width) for op in case.ops[0])
     numbered = case.form == "layers" and "number" in case.every_op
     return case.data == 1 and case.clipped is None and counted and not numbered

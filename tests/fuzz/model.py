@@ -20,13 +20,13 @@ import jaxpipe as jp
 from tests.keys import FIRST, LAST, STAGE, PositionKeys, key_of
 
 from .case import LETTERS, SPREAD, Case, schedule_of
-from .ops import OPS, PASSING, POSITIONED
+from .ops import OPS, PASSING, POSITIONED, REPLACED
 
 FEATURES, OUT, TOKENS = 3, 2, 2  # of a row of the batch, of its target, and tokens of a row
 TIMED = ("x", "tokens", "targets")
 WHOLE = ("heat", "lift/w")  # leaves of the batch without rows, where a case has them
 NARROW = {"s": np.float32, "bias": jnp.bfloat16}
-EVERY = OPS | PASSING | POSITIONED
+EVERY = OPS | PASSING | POSITIONED | REPLACED
 
 
 def _taking(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.flat import flat_pipeline
 from tests.forms import gpu_form
 from tests.keys import key_of
 
-from .case import Case
+from .case import RULES, Case
 from .model import WHOLE, Model
 
 # Programs of float64 that XLA compiles apart lie 1e-12 of an array's largest entry from each other
@@ -125,10 +125,12 @@ class Trial:
             stage_loss=c.stage_loss,
             remat=_remat(c.remat),
             fsdp="data" if c.fsdp else None,
+            max_active=c.max_active,
             shard_outer=c.outer,
             specs=self._specs() if "tensor" in sizes else None,
             replicated_axes=tuple(name for name in ("other", "tensor") if name in sizes),
             frozen=self._frozen,
+            replaced=self._replaced,
             accumulate_dtype=None if c.accumulate is None else jnp.dtype(c.accumulate),
             offload=c.offload,
             costs=jp.Costs(forward=1e-3, input_grad=2e-3, weight_grad=1e-3, unit="seconds, made up")
@@ -187,9 +189,17 @@ class Trial:
             else [rf"(^|/){name}$" for name in sorted(names)]
         )
 
-    def _trained(self, tree: Any) -> Any:
-        """A canonical tree with None for what is frozen."""
-        names = {*self.case.frozen, "q"}
+    @property
+    def _replaced(self) -> Any:
+        if "tracked" not in self.case.every_op:
+            return None
+        return {"(^|/)most$": tuple(jp.Replaced[rule] for rule in self.case.replaced)}
+
+    def _trained(self, tree: Any, *, replaced: bool = False) -> Any:
+        """A canonical tree with None for what is frozen, and for what is `replaced` if that is not
+        wanted.
+        """
+        names = {*self.case.frozen, "q", *([] if replaced else ["most"])}
 
         def kept(path: Any, leaf: Any) -> Any:
             return (
@@ -199,6 +209,18 @@ class Trial:
             )
 
         return jax.tree_util.tree_map_with_path(kept, tree)
+
+    @property
+    def _wide(self) -> Any:
+        """Canonical parameters that have gradients, or next values, in float64."""
+        own = self._trained(self.model.canonical, replaced=True)
+        return jax.tree.map(lambda leaf: leaf.astype(np.float64), own)
+
+    def _next_value(self, values: Sequence[Any]) -> Any:
+        """What a leaf is replaced by, from what the microbatches of all shards give."""
+        each = np.stack(values).reshape(self.case.data, -1, *values[0].shape)
+        own, shards = (RULES[rule] for rule in self.case.replaced)
+        return shards([own(shard) for shard in each])
 
     # What is right
 
@@ -254,7 +276,7 @@ class Trial:
         """The sums over microbatches of what each gives by itself."""
         c, params, data = self.case, self.model.canonical, self.case.data
         # Parameters of few bits are what they are, but their gradients are summed in float64.
-        wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), self._trained(params))
+        wide = self._wide
         loss = self._micro(training)
         step = jax.jit(
             jax.value_and_grad(loss, has_aux=True) if grads else lambda *a: (loss(*a), None)
@@ -295,9 +317,12 @@ class Trial:
                 *(found["metrics"] for found in founds),
             )
         if grads:
-            result["grads"] = jax.tree.map(
-                lambda *leaves: sum(leaves) * after, *(g for _, g in every)
-            )
+
+            def total(path: Any, *leaves: Any) -> Any:
+                is_replaced = path[-1] == jax.tree_util.DictKey("most")
+                return self._next_value(leaves) if is_replaced else sum(leaves) * after
+
+            result["grads"] = jax.tree_util.tree_map_with_path(total, *(g for _, g in every))
             result["terms"] = jax.tree.map(
                 lambda *leaves: sum(map(abs, leaves)) * after, *(g for _, g in every)
             )
@@ -375,13 +400,8 @@ class Trial:
                 wanted,
             )
 
-    def _check_grads(
-        self, what: str, grads: Any, right: dict[str, Any], *, times: float = 1.0
-    ) -> None:
-        found = self.pipe.canonical(grads)
-        wanted, terms = (
-            jax.tree.map(lambda leaf: leaf * times, right[name]) for name in ("grads", "terms")
-        )
+    def _check_grads(self, what: str, grads: Any, right: dict[str, Any]) -> None:
+        found, wanted, terms = self.pipe.canonical(grads), right["grads"], right["terms"]
         same(
             f"{what}: grads",
             {key: found[key] for key in wanted},
@@ -433,10 +453,7 @@ class Trial:
             found = self.pipe.model.loss(params, self.batch, **counts, **more)
             return (found[0], found[1]) if isinstance(found, tuple) else (found, ())
 
-        wide = jax.tree.map(
-            lambda leaf: leaf.astype(np.float64), self._trained(self.model.canonical)
-        )
-        (found, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(wide)
+        (found, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(self._wide)
         same("plain: loss", found, self._step_right["loss"])
         if c.metrics:
             same("plain: metrics", aux, self._step_right["metrics"])
@@ -455,7 +472,11 @@ class Trial:
         answer, grads = jax.value_and_grad(loss, has_aux=has_aux)(self.pipe.trained(self.placed))
         right = self._scaled_right
         same("grad: loss", answer[0] if has_aux else answer, right["loss"] * 3.0)
-        self._check_grads("grad", grads, right, times=3.0)
+        own = {
+            name: jax.tree.map(lambda leaf: leaf * 3.0, self._trained(right[name]))
+            for name in ("grads", "terms")
+        }
+        self._check_grads("grad", grads, own)
 
     def _call_evaluate(self) -> None:
         answer = self.pipe.evaluate(self.placed, self.batch, **self._more)
@@ -549,7 +570,7 @@ class Trial:
         @self.pipe.jit
         def step(params: Any, opt_state: Any) -> Any:
             _, grads = self.pipe.value_and_grad(params, self.batch, **self._more)
-            trained = self.pipe.trained(params)
+            trained, grads = self.pipe.trained(params), self.pipe.trained(grads, like=params)
             updates, opt_state = optimizer.update(grads, opt_state, trained)
             return self.pipe.with_trained(params, optax.apply_updates(trained, updates)), opt_state
 
@@ -565,7 +586,7 @@ class Trial:
         least = self.case.accumulate
         grads = jax.tree.map(
             lambda g, p: g.astype(p.dtype if least is None else jnp.promote_types(p.dtype, least)),
-            self._step_right["grads"],
+            self._trained(self._step_right["grads"]),
             plain,
         )
         return jax.jit(optimizer.update)(grads, optimizer.init(plain), plain)
