@@ -29,8 +29,7 @@ from ..table.encoded import encode
 from ..table.kinds import Action, Kind, Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.rewrites import sliced_rows
-from .loop import even_groups, in_chunks, in_groups, schedule_of
+from .loop import even_groups, in_chunks, in_groups, schedule_of, sliced_rows
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 Order: TypeAlias = list[list[Action]]

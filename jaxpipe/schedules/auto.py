@@ -21,10 +21,17 @@ from ..engine.simulate import shortest, simulate
 from ..errors import ScheduleError
 from ..table.placement import Placement
 from ..table.schedule import Certificate, Objective, Proof, Schedule
-from ..transforms.rewrites import flipped, merge_backward, sliced
+from ..transforms.rewrites import flipped, merge_backward
 from ._beam import improved
 from ._list_scheduling import fitted
-from .loop import dualpipev, interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b
+from .loop import (
+    dualpipev,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    looped_bfs,
+    one_f_one_b,
+    sliced,
+)
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
 
 # The named schedules, each with one device for a stage; gpipe, 1f1b_overlap, zb_h1 and zb_1p are

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..table.placement import Placement
 from ..table.schedule import Objective, Schedule
-from ..transforms.rewrites import forward_only as only_forwards, sliced
+from ..transforms.rewrites import forward_only as only_forwards
 from ._list_scheduling import forward_order
 from .auto import auto
 from .loop import (
@@ -36,6 +36,7 @@ from .loop import (
     no_pipelining,
     one_f_one_b,
     one_f_one_b_overlap,
+    sliced,
 )
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_1p, zb_h1, zb_h2, zbv
 

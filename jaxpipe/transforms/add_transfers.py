@@ -22,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..engine.costs import Costs
-from ..engine.loop import Insertion
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
 from ..table.encoded import BoolArray, IntArray, Transfers
 from ..table.kinds import MESSAGES, Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
+from .insertion import Insertion
 from .rewrites import refuse_transfers, remove_recompute
 
 

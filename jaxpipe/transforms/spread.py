@@ -16,12 +16,12 @@ from dataclasses import replace
 from itertools import chain
 
 from ..engine.costs import Costs
-from ..engine.loop import Insertion
 from ..engine.simulate import shortest, simulate
 from ..errors import Count, PipelineError, ScheduleError, typed
 from ..table.clock import NEVER
 from ..table.kinds import Action, Kind, Value, readers
 from ..table.schedule import Schedule, check, named
+from .insertion import Insertion
 from .rewrites import refuse_transfers, split_backward, without_kinds
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are

@@ -6,9 +6,9 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.render import to_html, to_svg, to_trace
+from jaxpipe.schedules.loop import sliced
 from jaxpipe.table import parse_cell
 from jaxpipe.table.kinds import Action
-from jaxpipe.transforms.rewrites import sliced
 
 NAMES = [name for name in jp.schedules.names() if name != "dualpipe"]
 
