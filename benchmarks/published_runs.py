@@ -26,8 +26,8 @@ from benchmarks.output import Command, Result
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
-from jaxpipe.planner.plan import Search
 from jaxpipe.planner.request import Request, allowed_remat
+from jaxpipe.planner.search import Search
 from jaxpipe.planner.transformer import Transformer
 from jaxpipe.prices import read_prices
 

@@ -23,9 +23,8 @@ from .errors import (
     ScheduleError,
 )
 from .layouts.layout import parse_layout
-from .table.effects import Offload
 from .table.encoded import Transfers
-from .table.kinds import Action, Kind, Overlap
+from .table.kinds import Action, Kind, Offload, Overlap
 from .table.placement import Placement
 from .table.schedule import Schedule, check
 from .transforms.add_gathers import add_gathers

@@ -30,7 +30,7 @@ from .stage.counts import total_count
 from .stage.setup import mesh_key
 from .stage.trace import trace_last
 from .storage.plan import leaf_plans
-from .table.effects import By
+from .table.kinds import By
 
 # By name: of a leaf, [data shards, (NaN, infinite, all)]; of a buffer, [slices].
 _Counts: TypeAlias = dict[str, Array]

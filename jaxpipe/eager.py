@@ -28,6 +28,7 @@ from .arrays import (
     zeros_of,
 )
 from .errors import PipelineError
+from .lowering.plan import Plan
 from .model.arguments import StepArguments
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS
@@ -45,8 +46,8 @@ from .stage.model_code import check_state_gradient, uses_of
 from .stage.setup import Setup
 from .stage.trace import no_gradient, trace_last
 from .storage.plan import LeafPlan, leaf_plans
-from .table.effects import By, Liveness, Place
-from .table.kinds import Kind
+from .table.effects import Liveness, Place
+from .table.kinds import By, Kind
 
 # Whose parameters: the number of a stage, "first", "last" or "shared".
 PartKey: TypeAlias = "int | str"
@@ -76,7 +77,7 @@ class EagerExecutor:
         """The step; its functions are not traced before it runs."""
         sliced = setup.functions.slices > 1 and not setup.functions.room  # of a cache
         liveness = Liveness.of_slices() if sliced else Liveness()
-        return _EagerStep(setup, verify(setup.plan.program(liveness)))
+        return _EagerStep(setup, verify(Plan(setup.ticks, setup.segments).program(liveness)))
 
 
 @dataclass(frozen=True)

@@ -5,58 +5,61 @@ run or estimated from its flops.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import Avals, Leaves, Params, PyTree, shape_of, words_of
+from .arrays import Params, PyTree, Rng, shape_of, words_of
 from .engine.costs import Costs
 from .errors import Count, Fits, PipelineError, typed
 from .inspect.blocks import (
-    call_of,
     compile_blocks,
     outer_blocks,
     output_entries,
     stage_blocks,
     temp_of,
-    traced,
 )
 from .inspect.step_memory import (
-    CanonicalParams,
-    batch_shapes,
     boundary_bytes,
     entry_bytes,
+    facts,
     held_bytes,
     hoisted_bytes,
     own_bytes,
-    traced_memory,
+    step_sizes,
 )
+from .inspect.timing import call_of, exchange, timed
 from .jaxprs.equations import count_work, nbytes
 from .layouts.layout import Layout
 from .lowering.target import CHIPS, Chip
-from .model.arguments import under_policies
+from .model.arguments import StepArguments, under_policies
 from .model.batch import map_rows
 from .model.layers import with_outer
 from .model.model import Model
 from .model.settings import Memory, Sharding, automatic, outside_contexts
 from .pipeline import Pipeline
+from .planner.candidate import PipelinePlan
 from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
-from .schedules import build
-from .spmd.emit import TracedStep
+from .schedules.registry import build
+from .spmd.traced import TracedStep
+from .spmd.xla import split_entries
+from .stage.model_code import lower, trace
+from .steps import Call
 
 __all__ = ["Peak", "measure", "measure_stages", "traced_memory"]
 
 BLOCKS = ("F", "B", "I", "W")
+
+
+CanonicalParams: TypeAlias = Annotated[
+    Mapping[str, PyTree], Fits("a mapping with 'stages'", lambda params: "stages" in params)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +193,22 @@ def kept(entry: Mapping[str, int]) -> int:
     return entry["residual_input"] + entry["residual_weight"]
 
 
+def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Rng, state: PyTree) -> TracedStep:
+    """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
+    axes are left to it.
+    """
+    with pipe._arguments(params, batch, rng, state) as arguments:
+        setup = pipe._steps.prepare(Call.STEP, arguments).setup
+    shapes = setup.shapes(StepArguments(with_outer(params), batch, rng, state))
+    manual = (pipe.axis, *pipe.data_axes)
+    at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
+    one = automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
+    setup = replace(setup, partition=replace(setup.partition, mesh=one))
+    # A traced program remembers the size of its mesh.
+    code = trace(setup, shapes)
+    return TracedStep(setup, code, lower(setup, code), split_entries(setup, code, shapes.owned))
+
+
 @outside_contexts
 def measured_blocks(
     pipe: Pipeline, *arguments: PyTree, repeats: int, peak: Peak | None
@@ -219,20 +238,6 @@ def measured_blocks(
     return Measured(step, {**seconds, "hop": hop}, temp, unit)
 
 
-def timed(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds until each has its results, run in turn, so that other work of the machine
-    delays all alike; the first round warms up.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, call in runs.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            if turn:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def hop_seconds(pipe: Pipeline, step: TracedStep, kind: int, repeats: int) -> float:
     """Of the output of a kind of stage to the next device of the pipe axis, less the time of the
     same call that sends nothing.
@@ -253,39 +258,6 @@ def hop_seconds(pipe: Pipeline, step: TracedStep, kind: int, repeats: int) -> fl
     }
     found = timed(calls, repeats)
     return max(0.0, found["hop"] - found["nothing"])
-
-
-def exchange(
-    mesh: Mesh,
-    axis: str,
-    pairs: Sequence[tuple[int, int]],
-    avals: Avals,
-    specs: Sequence[PartitionSpec] | None = None,
-) -> Callable[[], object]:
-    """A call that sends arrays of these shapes between pairs of devices of an axis.
-
-    Without pairs it sends nothing.
-
-    Args:
-        mesh: the devices.
-        axis: of the mesh.
-        pairs: (source, target).
-        avals: shapes and dtypes of what each device sends.
-        specs: where the arrays [size of the axis, ...] are; cut over the axis where it is None.
-    """
-    specs = [PartitionSpec(axis)] * len(avals) if specs is None else list(specs)
-
-    def body(values: Leaves) -> Leaves:
-        return [lax.ppermute(value, axis, pairs) if pairs else value + 0 for value in values]
-
-    mapped = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
-    )
-    values = [
-        jnp.zeros((mesh.shape[axis], *aval.shape), aval.dtype, device=NamedSharding(mesh, spec))
-        for aval, spec in zip(avals, specs, strict=True)
-    ]
-    return partial(mapped, values)
 
 
 _PolicyNames: TypeAlias = Annotated[
@@ -472,4 +444,53 @@ def measure_stages(
         activation=tuple(kept(entry) + entry["x"] for entry in entries),
         checkpoint=tuple(entry["x"] for entry in entries),
         unit=measured.unit,
+    )
+
+
+def batch_shapes(
+    model: Model, rows: PyTree, count: int, sharding: NamedSharding | None = None
+) -> PyTree:
+    """Shapes of a batch of so many microbatches."""
+
+    def shape(leaf: jax.Array | jax.ShapeDtypeStruct, *rows: int) -> jax.ShapeDtypeStruct:
+        own = (*rows, *leaf.shape[len(rows) :])
+        kind = {"sharding": sharding, "weak_type": leaf.weak_type}
+        return jax.ShapeDtypeStruct(own, leaf.dtype, **kind)
+
+    return map_rows(lambda leaf: shape(leaf, count * leaf.shape[0]), rows, model.whole, shape)
+
+
+@typed(PipelineError)
+def traced_memory(
+    model: Model,
+    params: CanonicalParams,
+    microbatch: PyTree,
+    *,
+    mesh: Mesh,
+    **options: object,
+) -> Callable[[PipelinePlan], dict[str, int]]:
+    """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
+
+    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
+    may be described ones: nothing runs, and the step itself is not compiled
+    (`jaxpipe.inspect.memory`).
+
+    Args:
+        model, params, microbatch: as for `measure`.
+        mesh: of the pipeline.
+        options: further ones of `Pipeline`, `sharding` for instance.
+    """
+    if model.layers is None:
+        raise PipelineError("the model must be given by the letters of its layers")
+    shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
+
+    @outside_contexts
+    def of_pipe(pipe: Pipeline, microbatches: int) -> dict[str, int]:
+        placed, whole = pipe.place(shapes), NamedSharding(pipe.mesh, PartitionSpec())
+        batch = batch_shapes(model, rows, microbatches, whole)
+        step = pipe.trace(placed, batch)
+        return facts(step, step_sizes(step, placed, batch, ()))
+
+    return lambda plan: of_pipe(
+        plan.pipeline(model, mesh, **options), plan.schedule.num_microbatches
     )

@@ -34,7 +34,8 @@ from .model.functions import with_aux
 from .model.model import Model
 from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
 from .prices import read_prices
-from .spmd.emit import SpmdExecutor, TracedStep
+from .spmd.emit import SpmdExecutor
+from .spmd.traced import TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.setup import Clock
 from .steps import HELD, Cache, Call, Compiled, Executor, StepRunner, hide_beyond, key_of

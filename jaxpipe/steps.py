@@ -192,7 +192,9 @@ class StepRunner:
             PipelineError.refuse(_REFUSED, faults)
         split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
         return Setup(
-            plan=plan,
+            ticks=plan.ticks,
+            segments=plan.segments,
+            offload=plan.offload,
             functions=functions.for_batch(jax.eval_shape(split, batch)),
             partition=own,
             accumulate=self.memory.accumulate,

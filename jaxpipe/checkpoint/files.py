@@ -85,7 +85,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         layer_axis: bool = False,
         must_save: bool = True,
     ) -> None:
-        self._portable = PortableState(pipe, layer_axis)
+        self._portable = PortableState(None if pipe is None else pipe.partition, layer_axis)
         self._damaged: dict[int, str] = {}  # what a resumed run will write again
         self._must_save = must_save
         self._writing: int | None = None  # the step whose save began last, until it is waited for

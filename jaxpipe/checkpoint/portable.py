@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from ..arrays import LeafPath, Params, PyTree, is_key, path_text, shapes_of, words_of
 from ..errors import CheckpointError
 from ..model.settings import explicit_context, has, jit_on_mesh
-from ..pipeline import Pipeline
 from ..storage.chunks import Chunks, owner_faults, padding_of
 from ..storage.follow import Follow, Followers, is_params
 from ..storage.packed import Packed
+from ..storage.partition import Partition
 from ..storage.placer import Placer
 
 OWN_STATE = "state"
@@ -33,12 +33,12 @@ class PortableState:
     too, as {"stages": ...}.
 
     Canonical: leaves of stages are [S, ...] in model order; with `layer_axis` those of [S, layers,
-    ...] become [S * layers, ...], so that another number of stages fits too.  With `pipe` None the
-    state is in model order already. Leaves are arrays, or ShapeDtypeStructs, which give
+    ...] become [S * layers, ...], so that another number of stages fits too.  Without a partition
+    the state is in model order already. Leaves are arrays, or ShapeDtypeStructs, which give
     ShapeDtypeStructs with shardings.
     """
 
-    pipe: Pipeline | None
+    partition: Partition | None
     layer_axis: bool = False
 
     def of(self, state: RunState) -> RunState:
@@ -105,9 +105,8 @@ class PortableState:
         CheckpointError.refuse(
             "this state is not the pipeline's", self._owner_faults(params, "params")
         )
-        partition = None if self.pipe is None else self.pipe.partition
-        followers = Followers(params, partition, layer_axis=self.layer_axis)
-        alike = self.pipe is not None and not self.pipe.layout.unlike
+        followers = Followers(params, self.partition, layer_axis=self.layer_axis)
+        alike = self.partition is not None and not self.partition.layout.unlike
         faults: list[str] = []
 
         def of_node(path: LeafPath, node: PyTree) -> PyTree:
@@ -138,13 +137,13 @@ class PortableState:
         return dict(found)
 
     def _owner_faults(self, node: Params, name: str) -> list[str]:
-        if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
+        if self.partition is None or not (name == "params" or isinstance(node["stages"], Chunks)):
             return []
-        return owner_faults(node["stages"], self.pipe.layout, name, "place")
+        return owner_faults(node["stages"], self.partition.layout, name, "place")
 
     @cached_property
     def _placer(self) -> Placer | None:
-        return None if self.pipe is None else Placer(self.pipe.partition)
+        return None if self.partition is None else Placer(self.partition)
 
     def _from_host(self, value: Any, like: object) -> object:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""
@@ -153,11 +152,11 @@ class PortableState:
         if is_key(like):
             dtype: Any = like.dtype
             value = jax.random.wrap_key_data(value, impl=str(dtype._impl.name))
-        if self.pipe is None:
+        if self.partition is None:
             return jax.device_put(value, _plain_sharding(like))
-        to = NamedSharding(self.pipe.mesh, PartitionSpec())
-        if explicit_context(self.pipe.mesh):  # as placed parameters are then
-            return jit_on_mesh(self.pipe.mesh, lambda leaf: leaf, to)(value)
+        to = NamedSharding(self.partition.mesh, PartitionSpec())
+        if explicit_context(self.partition.mesh):  # as placed parameters are then
+            return jit_on_mesh(self.partition.mesh, lambda leaf: leaf, to)(value)
         return jax.device_put(value, to)
 
 

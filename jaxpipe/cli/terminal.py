@@ -23,11 +23,12 @@ from rich.text import Text
 from ..engine.costs import Cost, Costs
 from ..errors import MAX_TEXT, JaxpipeError, ScheduleError, quoted
 from ..schedules.registry import build, describe, names
+from ..table.columns import in_columns
 from ..table.encoded import Transfers
 from ..table.kinds import Release
 from ..table.placement import Placement
 from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, marked_grid
-from ..table.text import csv_lines, drawn, in_columns, json_value
+from ..table.text import csv_lines, drawn, json_value
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 _MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used

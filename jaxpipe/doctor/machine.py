@@ -23,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..cli.checks import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried, one_device
 from ..inspect.programs import compile_and_read
+from ..inspect.timing import exchange, timed
 from ..known_faults import TESTED, FaultEffect, KnownFault, faults_for, installed_version, is_in
 from ..lowering.target import GUESSED, H100, ON_THE_HOST, TRANSFER, Target
-from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
 

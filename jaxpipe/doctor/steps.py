@@ -15,15 +15,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from .. import inspect
 from ..arrays import Params, PyTree
 from ..cli.checks import Findings, Line, Scope, at, judged, not_tried, one_device
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import PipelineError, ScheduleError
-from ..inspect.programs import program_of
+from ..inspect.profiling import profile
+from ..inspect.programs import check_collectives, program_of
+from ..inspect.step_report import memory as predicted_memory
+from ..inspect.timing import timed
 from ..lowering.target import Target
-from ..measuring import measure_stages, timed
+from ..measuring import measure_stages
 from ..model.batch import split_batch
 from ..model.model import Model
 from ..model.settings import Memory
@@ -247,7 +249,7 @@ def memory(scope: Scope, mesh: Mesh) -> Findings:
     pipe, weights, batch = step_of(mesh)
     shapes = pipe.place(weights)
     at("the prediction of memory")
-    predicted = inspect.memory(pipe, shapes, batch)["total"]
+    predicted = predicted_memory(pipe, shapes, batch)["total"]
     at("compiling the step")
     compiled = pipe.lower(shapes, batch).compile()
     by_xla = program_of(compiled, Target.of(mesh, ())).total_bytes
@@ -265,7 +267,7 @@ def collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> Line:
         return not_tried(item, "programs of several GPUs or TPUs are read")
     faults: tuple[str, ...] = ()
     try:
-        inspect.check_collectives(compiled, mesh, axis=axis)
+        check_collectives(compiled, mesh, axis=axis)
     except PipelineError as error:
         faults = error.faults
     text = "; ".join(faults) or "none can hang"
@@ -365,7 +367,7 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
     seconds = timed({"step": step}, scope.repeats)["step"]
     at("the profile of a step")
     try:
-        ran = inspect.profile(pipe, params, batch, repeats=1)
+        ran = profile(pipe, params, batch, repeats=1)
         where = str(ran.over(simulate(pipe.schedule, costs))).splitlines()[0]
     except (PipelineError, jax.errors.JaxRuntimeError) as error:
         where = f"no profile: {str(error).splitlines()[0]}"

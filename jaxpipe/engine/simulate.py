@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted, typed
+from ..table.columns import in_columns
 from ..table.encoded import (
     Encoded,
     IntArray,
@@ -27,7 +28,6 @@ from ..table.encoded import (
 from ..table.gathered import whole_changes
 from ..table.kinds import BESIDE, LINKED, Action, Kind, Overlap, Sharded, Value, makers
 from ..table.schedule import Schedule, check
-from ..table.text import in_columns
 from .costs import Costs, StageCosts
 from .loop import action_durations, hold_transfers, loop_of
 

@@ -4,9 +4,9 @@ Nothing that trains imports it.  `hlo` and `programs` read programs that XLA com
 for GPUs and TPUs; such a program can be compiled on a machine without them.
 """
 
+from .profiling import profile as profile
 from .programs import check_collectives as check_collectives
-from .step_memory import memory as memory
-from .step_report import profile as profile, report as report
+from .step_report import memory as memory, report as report
 
 __all__ = ["check_collectives", "memory", "profile", "report"]
 
@@ -23,7 +23,6 @@ IMPORTS = (
     "schedules",
     "spmd",
     "stage",
-    "steps",
     "storage",
     "table",
 )

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ..arrays import Leaf, Leaves, Params, PyTree, Rng, accumulator_dtype, is_key
+from ..arrays import Leaf, Leaves, accumulator_dtype
 from ..jaxprs.entry import Alone, Destination, Entry, Slot, Total
 from ..jaxprs.slots import InSlots, run_in_slots
-from ..model.arguments import StepArguments
-from ..model.layers import with_outer
-from ..model.settings import automatic
-from ..pipeline import Pipeline
 from ..spmd.block import empty, while_once, without_weak_types
-from ..spmd.emit import TracedStep
 from ..spmd.pools import StageEntries
+from ..spmd.traced import TracedStep
 from ..spmd.xla import (
     SplitLeaves,
     compiled_alone,
     hoisted_specs,
     outer_specs,
-    split_entries,
 )
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
-from ..stage.model_code import lower, trace
-from ..steps import Call
 from ..storage.plan import leaf_plans, trained
 from ..table.effects import TOGETHER, Place
 from ..table.kinds import Kind
@@ -110,28 +102,6 @@ class Region:
             own = value.spec if split else None
             targets[i] = Total(leaf, own) if is_total else slot(leaf, value)
         return InSlots(self.jaxpr, arguments, targets)
-
-
-def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Rng, state: PyTree) -> TracedStep:
-    """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
-    axes are left to it.
-    """
-    with pipe._arguments(params, batch, rng, state) as arguments:
-        setup = pipe._steps.prepare(Call.STEP, arguments).setup
-    shapes = setup.shapes(StepArguments(with_outer(params), batch, rng, state))
-    setup = replace(setup, partition=replace(setup.partition, mesh=one_coordinate(pipe)))
-    # A traced program remembers the size of its mesh.
-    code = trace(setup, shapes)
-    return TracedStep(setup, code, lower(setup, code), split_entries(setup, code, shapes.owned))
-
-
-def one_coordinate(pipe: Pipeline) -> Mesh:
-    """The mesh at one coordinate of the pipe and data axes, where a stage runs; axes that the
-    partitioner has stay whole.
-    """
-    manual = (pipe.axis, *pipe.data_axes)
-    at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
-    return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
 
 
 def stage_blocks(step: TracedStep, kind: int) -> dict[str, Region]:
@@ -273,33 +243,3 @@ def temp_of(step: TracedStep, compiled: jax.stages.Compiled) -> int:
     if step.setup.target.on_tpus:
         return heap_bytes(memory)
     return int(getattr(memory, "temp_size_in_bytes", 0))
-
-
-def call_of(compiled: jax.stages.Compiled, changes: Sequence[int]) -> Callable[[], Any]:
-    """Run a block that is compiled alone (`compile_blocks`) on arguments of its shapes.
-
-    Each run changes the pools and accumulators of the run before it.
-    """
-    (shardings, _), (arguments, _) = compiled.input_shardings, compiled.args_info
-    values = jax.tree.map(_value, arguments)
-    flags, inputs, changed = jax.tree.map(jax.device_put, values, shardings)
-    flags[0] = flags[0] | True  # it runs
-
-    def call() -> None:
-        nonlocal changed
-        outputs = jax.block_until_ready(compiled(flags, inputs, changed))
-        changed = [outputs[i] for i in changes]
-
-    return call
-
-
-def _value(aval: jax.ShapeDtypeStruct) -> jax.Array:
-    """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
-    for other types.
-    """
-    if is_key(aval):
-        return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return jnp.zeros(aval.shape, aval.dtype)
-    numbers = np.random.default_rng(0).standard_normal(aval.shape, np.float32) * 0.1
-    return jnp.asarray(numbers, aval.dtype)

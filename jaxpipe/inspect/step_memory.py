@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress, count, product, zip_longest
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import Avals, Leaf, Params, PyTree, Rng, accumulator_dtype, shape_of
-from ..errors import Fits, PipelineError, typed
+from ..arrays import Avals, Leaf, Params, PyTree, accumulator_dtype
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
 from ..model.layers import OUTER, with_outer
-from ..model.model import Model
-from ..model.settings import outside_contexts, with_sharding
-from ..pipeline import Pipeline
-from ..planner.candidate import PipelinePlan
+from ..model.settings import with_sharding
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
-from ..spmd.emit import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
+from ..spmd.traced import TracedStep
 from ..spmd.xla import compiled_alone, hoisted_from, outer_specs
 from ..stage.code import RESIDUALS, StageCode, run
 from ..stage.codes import ModelCode
@@ -38,14 +34,7 @@ from ..storage.plan import PART, LeafPlan, leaf_plans, trained
 from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import Place
 from ..table.kinds import Kind
-from .blocks import (
-    Region,
-    compile_blocks,
-    outer_blocks,
-    output_entries,
-    stage_blocks,
-    temp_of,
-)
+from .blocks import Region, compile_blocks, outer_blocks, output_entries, stage_blocks, temp_of
 
 
 def entry_bytes(step: TracedStep, kind: int) -> dict[str, int]:
@@ -90,47 +79,6 @@ def temp(step: TracedStep, *blocks: Region) -> int:
     return temp_of(step, compile_blocks(step, *blocks))
 
 
-@outside_contexts
-def memory(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Rng = None, state: PyTree = ()
-) -> dict[str, int]:
-    """Bytes that a step takes on one device by purpose, and their "total".
-
-    Takes what `pipe.lower` takes.  The step is traced, and each block of it compiled alone; the
-    step itself is not compiled.
-
-        parameters, batch   what the step is given, and the copy of the batch that is cut into
-                            slices
-        gradients           what it returns
-        state               the stages' own state, as it is given and as it is returned
-        pools               the slots that the program has, each as large as a device's part of what
-                            it holds
-        host                what waits in the host's memory (`offload`); not in the total
-        gathered            whole parameters that blocks read, not those that are only cast once a
-                            step, and whole accumulators, where only parts are given and
-                            returned (fsdp, outer, DualPipe's copies)
-        hoisted             what is computed from parameters once a step
-        accumulators        of single layers, whose gradients are stacked after the ticks; where
-                            stages take turns in being gathered, of the parts of all of them
-        sent                what is to be sent next, what of it is under way while the next is made,
-                            and what arrives beside a block
-        raveled             copies of what a pool that unlike stages share holds raveled
-        work                of the block that needs most, its own arrays
-        summed              results of sums of gradients over CPU devices, but for what lies in
-                            their room before, and of small ones on TPUs; all other sums are
-                            in place
-        reused              less than 0: room of results that are made after the ticks, which values
-                            of the ticks have before, on GPUs
-
-    On TPUs all have the padding of tiles.
-
-    Raises:
-        PipelineError: as `value_and_grad` does.
-    """
-    traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(traced, placed_shapes(traced.setup, params), batch, state))
-
-
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     """The result of `memory`."""
     found = memory_of(traced.program.slots, sizes)
@@ -147,7 +95,8 @@ def placed_shapes(setup: Setup, params: Params) -> Params:
 
 
 def step_sizes(step: TracedStep, params: Params, batch: PyTree, state: PyTree) -> Sizes:
-    """Sizes of a traced model on one device, from `placed_shapes` of its parameters."""
+    """Sizes of a traced model on one device."""
+    params = placed_shapes(step.setup, params)
     setup, code, program = step.setup, step.code, step.program
     buffers = step.buffers
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -404,54 +353,3 @@ def _hoisted(step: TracedStep) -> int:
     return sum(kinds[kind] for _, kind in held) + sum(
         hoisted_bytes(step, end, outer_specs(step.setup, key)) for key, end in ends.items()
     )
-
-
-CanonicalParams: TypeAlias = Annotated[
-    Mapping[str, PyTree], Fits("a mapping with 'stages'", lambda params: "stages" in params)
-]
-
-
-def batch_shapes(
-    model: Model, rows: PyTree, count: int, sharding: NamedSharding | None = None
-) -> PyTree:
-    """Shapes of a batch of so many microbatches."""
-
-    def shape(leaf: jax.Array | jax.ShapeDtypeStruct, *rows: int) -> jax.ShapeDtypeStruct:
-        own = (*rows, *leaf.shape[len(rows) :])
-        kind = {"sharding": sharding, "weak_type": leaf.weak_type}
-        return jax.ShapeDtypeStruct(own, leaf.dtype, **kind)
-
-    return map_rows(lambda leaf: shape(leaf, count * leaf.shape[0]), rows, model.whole, shape)
-
-
-@typed(PipelineError)
-def traced_memory(
-    model: Model,
-    params: CanonicalParams,
-    microbatch: PyTree,
-    *,
-    mesh: Mesh,
-    **options: object,
-) -> Callable[[PipelinePlan], dict[str, int]]:
-    """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
-
-    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
-    may be described ones: nothing runs, and the step itself is not compiled
-    (`jaxpipe.inspect.memory`).
-
-    Args:
-        model, params, microbatch: as for `measure`.
-        mesh: of the pipeline.
-        options: further ones of `Pipeline`, `sharding` for instance.
-    """
-    if model.layers is None:
-        raise PipelineError("the model must be given by the letters of its layers")
-    shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
-
-    def found(plan: PipelinePlan) -> dict[str, int]:
-        pipe = plan.pipeline(model, mesh, **options)
-        whole = NamedSharding(pipe.mesh, PartitionSpec())
-        batch = batch_shapes(model, rows, plan.schedule.num_microbatches, whole)
-        return memory(pipe, pipe.place(shapes), batch)
-
-    return found

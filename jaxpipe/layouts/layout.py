@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MAX_STAGES, Count, Fits, ParseError, is_cost, listed, quoted, set_typed, typed
+from ..table.columns import in_columns
 from ..table.placement import Placement
-from ..table.text import in_columns
 
 LETTERS = "EtmL"
 # A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a

@@ -21,8 +21,8 @@ from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Permute, Point, Segment, TickPart, TickTemplate
 from ..table.clock import EventLoop
-from ..table.effects import TOGETHER, Liveness, Offload
-from ..table.kinds import Kind
+from ..table.effects import TOGETHER, Liveness
+from ..table.kinds import Kind, Offload
 from ..table.schedule import Schedule
 from ..transforms.rewrites import remove_gathers
 from .rooms import rooms_of

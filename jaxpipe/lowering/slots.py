@@ -30,13 +30,12 @@ from ..table.effects import (
     Access,
     Effect,
     Liveness,
-    Offload,
     Place,
     effects_of,
     flags_of,
 )
 from ..table.encoded import LEAST_AWAY, IntArray
-from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, SHARES, Kind, Value, makers
+from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, SHARES, Kind, Offload, Value, makers
 from .ticks import Ticks
 
 

@@ -29,7 +29,7 @@ from ..arrays import (
     zeros_of,
 )
 from ..errors import PipelineError
-from ..table.effects import By
+from ..table.kinds import By
 from .batch import Positioned, map_rows, positions, split_batch
 from .calls import Context, Function, UserFunction, one_array
 from .keys import keys_of

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..arrays import Number
-from ..table.effects import By
+from ..table.kinds import By
 
 # The keys that all functions share, and that of positions; those of one function have the number
 # of its `By`.  The numbers are folded into keys: another number gives another model's random

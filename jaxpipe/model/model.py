@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ..arrays import ByPart, Leaf, Number, Params, PyTree, Rng, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
-from ..table.effects import By
+from ..table.kinds import By
 from ..table.placement import Placement
 from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread, UserFunction

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..arrays import Leaf, PyTree
 from ..errors import Count, PipelineError, misfit
-from ..table.effects import Offload
+from ..table.kinds import Offload
 
 T = TypeVar("T")
 P = ParamSpec("P")

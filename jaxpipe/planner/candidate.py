@@ -5,7 +5,7 @@ Before any program exists, seconds and bytes come from the table and sums of siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,15 +18,10 @@ from ..layouts.layout import Layout
 from ..lowering.plan import plan_of
 from ..lowering.rooms import rooms_of, with_rooms
 from ..program.ir import UNDER_WAY, Slots
-from ..schedules import build
-from ..schedules.registry import describe
-from ..table.effects import LastUse, Liveness, Offload
-from ..table.kinds import Kind
+from ..table.columns import in_columns
+from ..table.effects import LastUse, Liveness
+from ..table.kinds import Offload
 from ..table.schedule import Certificate, Objective, Proof, Schedule
-from ..table.text import in_columns
-from ..transforms.add_transfers import add_recompute
-from ..transforms.spread import spread_first, spread_last
-from .layer_cost import FIRST, LAST, Ends, Remat
 from .memory import MemoryParts, Sizes, layer_sizes, least_slots, memory_of
 from .request import Choice, Request
 
@@ -214,35 +209,6 @@ class Candidate:
     slots: Slots | None = None  # of the program
     traced: Mapping[str, int] | None = None  # memory of the traced model
 
-    @classmethod
-    def of(cls, choice: Choice, layout: Layout) -> Candidate:
-        """A choice with its table."""
-        request, costs = choice.request, choice.stage_costs(layout)
-        options: dict[str, Any] = {} if choice.cap is None else {"max_activations": choice.cap}
-        takes = [option.name for option in describe(choice.name).options]
-        if "costs" in takes and not request.by_name:
-            options["costs"] = costs
-        table = build(
-            choice.name,
-            devices=request.devices,
-            microbatches=request.microbatches,
-            chunks=choice.chunks,
-            slices=request.slices,
-            **options,
-        )
-        if table.num_stages != layout.num_stages:
-            per = table.num_stages // request.devices
-            raise ScheduleError(
-                f"{choice.name} has {table.num_stages} stages, each on several devices; choose it "
-                f"by chunks=({per},)"
-            )
-        if LAST in choice.spread:
-            table = spread_last(table, costs=None if request.by_name else costs)
-        if FIRST in choice.spread:
-            table = spread_first(table, costs=costs)
-        found = cls(choice, layout, simulate(table, costs))
-        return found if choice.max_active is None else found.gathering(choice.max_active)
-
     def gathering(self, max_active: int) -> Candidate:
         """The same with at most so many stages of a device whole at once."""
         found = replace(self, choice=self.choice._replace(max_active=max_active))
@@ -341,45 +307,6 @@ class Candidate:
         parts += [f"recompute {share:.0%}"] if self.recomputing else []
         parts += ["offload"] if self.offload is not Offload.NOTHING else []
         return ", ".join(parts)
-
-    def smaller(self) -> Iterator[Candidate]:
-        """Candidates with less memory: with a spread `first`; with residuals in the host's memory;
-        with the fewest R for as many activations as fit, and for one less; of `auto` with a smaller
-        cap.  There are none for a candidate with R or offload.
-        """
-        request, table, choice = self.request, self.schedule, self.choice
-        assert request.memory is not None, "without a limit of memory, nothing makes room"
-        if self.recomputing or self.offload is not Offload.NOTHING:
-            return
-        end = request.costs.get(FIRST)
-        if choice.spread == LAST and end is not None and end.ends is Ends.EITHER:
-            own = {**choice.costs, FIRST: end.share(request.devices)}
-            both = choice._replace(spread=FIRST + LAST, costs=own)
-            # The first stage's times without `first` hardly differ, so the table keeps its order.
-            costs = both.stage_costs(self.layout)
-            table = spread_first(table, costs=costs)
-            first = Candidate(both, self.layout, simulate(table, costs))
-            yield first
-            yield from first.smaller()
-        pools, peak = self.memory.pools, max(self.timeline.peak_activations)
-        # A cap saves inputs too; R only what a forward keeps besides.
-        held = pools["residual_weight"] + (0.0 if choice.cap is None else pools["x"])
-        free = request.memory - (self.memory.total - held)
-        room = min(peak - 1, int(free * peak / held)) if held else 0
-        if choice.cap is not None:
-            if room >= choice.chunks:
-                yield Candidate.of(choice._replace(cap=room), self.layout)
-            return
-        if request.offloads:
-            yield Candidate(choice, self.layout, self.timeline, offload=Offload.RESIDUALS)
-        if Remat.STAGES not in request.remat or choice.remat is Remat.FULL:
-            return
-        costs = choice.stage_costs(self.layout, recomputing=True)
-        for cap in sorted({max(1, room), max(1, room - 1)}, reverse=True):
-            found = add_recompute(table, costs=costs, max_activations=cap)
-            count = sum(action.kind is Kind.R for _, _, action in found.actions())
-            if count:
-                yield Candidate(choice, self.layout, simulate(found, costs), count)
 
     def lowered(self, traced: Traced | None) -> Candidate:
         """The candidate with its program."""

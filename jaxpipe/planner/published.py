@@ -16,7 +16,6 @@ from ..lowering.target import PricesByKind, Target
 from ..prices import read_prices
 from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, device_work, exchanges
-from .plan import Search
 from .replicas import Replicas
 from .request import (
     IN_TURN,
@@ -28,6 +27,7 @@ from .request import (
     SomeCounts,
     allowed_remat,
 )
+from .search import Search
 from .transformer import HOST, Transformer
 
 _SHAPES = 3  # meshes whose tables are built

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from ..engine.costs import Costs
 from ..errors import MAX_COST, Count, Fits, PlanError, is_whole, quoted
 from ..layouts.layout import Layout, parse_layout
 from ..lowering.target import PricesByKind, RunsOn, Target
-from ..schedules.registry import describe
 from .layer_cost import (
     FIRST,
     LAST,
-    Ends,
     LayerCost,
     Remat,
     balanced,
@@ -311,9 +308,6 @@ def _unit_faults(
     return faults
 
 
-_PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
-
-
 class Choice(NamedTuple):
     """A schedule, its chunks, its recomputation and its spread ends."""
 
@@ -395,55 +389,3 @@ class Choice(NamedTuple):
             slices=request.slices,
             replicas=request.replicas,
         )
-
-
-def choices(request: Request) -> Iterator[Choice]:
-    """All choices of a request: schedules, with the chunks that they take and that the layers
-    suffice for.
-    """
-    shapes = [
-        (name, chunks)
-        for name in request.schedules
-        for chunks in request.chunks
-        if describe(name).chunks.nearest(chunks) == chunks
-        and not (request.slices > 1 and describe(name).both_ways)
-        and request.devices * chunks <= len(request.layers)
-        # With one stage a device they equal 1F1B with more activations, and ZB-H1.
-        and not (chunks == 1 and _PLAINER.get(name) in request.schedules)
-    ]
-    for spread, (remat, policies) in product(_spreads(request), _ways(request)):
-        costs = dict(request.costs)
-        for letter, policy in policies:
-            costs[letter] = costs[letter].under(policy)
-        for letter in (FIRST, LAST):
-            if letter in spread:
-                costs[letter] = costs[letter].share(request.devices)
-            elif letter in costs:
-                costs[letter] = replace(costs[letter], ends=Ends.ONE)
-        for name, chunks in shapes:
-            cap = 2 * chunks * request.devices if name == "auto" else None
-            yield Choice(request, name, chunks, remat, policies, spread, costs, cap)
-
-
-def _spreads(request: Request) -> list[str]:
-    """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
-    (`Candidate.smaller`).
-    """
-    ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
-    always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
-    if ends[LAST] is Ends.EITHER:
-        return [always, (FIRST if ends[FIRST] is Ends.WITH_LAST else always) + LAST]
-    return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
-
-
-def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
-    """The kinds of recomputation: nothing, a policy for each kind of layer, or everything."""
-    layers = dict.fromkeys(request.layers)
-    wanted = [name for name in request.remat if isinstance(name, str)]
-    names = [("", *(name for name in wanted if name in request.costs[c].policies)) for c in layers]
-    for chosen in product(*names):
-        policies = tuple((c, name) for c, name in zip(layers, chosen, strict=True) if name)
-        if policies or Remat.NONE in request.remat or Remat.STAGES in request.remat:
-            yield Remat.NONE, policies
-    if Remat.FULL in request.remat:
-        yield Remat.FULL, ()

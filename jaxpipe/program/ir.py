@@ -24,7 +24,6 @@ from ..table.effects import (
     MOVES,
     OF_SLICES,
     Access,
-    By,
     Effect,
     Liveness,
     Of,
@@ -32,7 +31,7 @@ from ..table.effects import (
     by_function,
     effects_of,
 )
-from ..table.kinds import RUNS_FORWARD, SHARES, Kind
+from ..table.kinds import RUNS_FORWARD, SHARES, By, Kind
 from ..table.schedule import Schedule
 from .segments import JOINT, Block, BlockUse, Payload, Segment, TickTemplate
 

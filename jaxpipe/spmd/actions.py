@@ -21,7 +21,8 @@ from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import NOBODY, Record
 from ..program.segments import NESTED, BlockUse
 from ..stage.code import INPUTS, RESIDUALS, Signature, signature
-from ..table.effects import TOGETHER, Access, By, Effect, Place, by_function
+from ..table.effects import TOGETHER, Access, Effect, Place, by_function
+from ..table.kinds import By
 from .block import (
     TOKEN,
     BlockCode,

@@ -5,7 +5,7 @@ segments and reduces.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,12 @@ from ..errors import PipelineError
 from ..lowering.target import Form
 from ..model.arguments import StepArguments
 from ..model.settings import is_explicit
-from ..program.ir import Program
-from ..stage.codes import ModelCode
 from ..stage.model_code import lower, trace
 from ..stage.setup import Setup
 from .gathers import empty_rooms
-from .pools import Buffers, StageEntries, shared_buffers
 from .segment import SegmentCode
 from .step import DeviceStep, finish
+from .traced import TracedStep
 from .xla import mapped, split_entries, without_empty
 
 CANNOT_BE_TIMED = (
@@ -55,7 +53,7 @@ class SpmdExecutor:
     form: Form | None = None
     compiles: ClassVar[bool] = True
 
-    def prepare(self, setup: Setup, given: StepArguments) -> TracedStep:
+    def prepare(self, setup: Setup, given: StepArguments) -> EmittedStep:
         """Trace the model for these arguments, or for their shapes, and make the program."""
         setup = replace(setup, target=replace(setup.target, own_form=self.form))
         shapes = setup.shapes(given)
@@ -67,31 +65,11 @@ class SpmdExecutor:
         ):
             raise PipelineError(_TWO_MESHES)
         entries = split_entries(setup, code, shapes.owned)
-        return TracedStep(setup, code, lower(setup, code), entries)
+        return EmittedStep(setup, code, lower(setup, code), entries)
 
 
-@dataclass(frozen=True)
-class TracedStep:
-    """A step that is traced and lowered; `run` emits it.
-
-    Attributes:
-        setup: what is known of it besides arrays.
-        code: the code of the model's functions.
-        program: the table with its ticks and slots, verified.
-        entries: the entries of pools, by kind of stage.
-    """
-
-    setup: Setup
-    code: ModelCode
-    program: Program
-    entries: tuple[StageEntries, ...]
-    # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
-    function: Any = None
-
-    @property
-    def buffers(self) -> Buffers:
-        """The buffers of pools and transfers."""
-        return shared_buffers(self.code.kinds, self.entries, self.code.outer_pools)
+class EmittedStep(TracedStep):
+    """A traced step as one program of all devices."""
 
     def run(self, given: StepArguments) -> StepResults:
         """The results and gradients of placed arguments; may be traced."""

@@ -23,8 +23,8 @@ from ..model.replaced import ADDED
 from ..program.ir import NOBODY, TickRecord
 from ..program.segments import Presence
 from ..storage.plan import LeafPlan, Stored
-from ..table.effects import EFFECTS, By, Place
-from ..table.kinds import Kind
+from ..table.effects import EFFECTS, Place
+from ..table.kinds import By, Kind
 from .block import BlockCode, Key, State, one_of, run_where, zeros
 from .step import DeviceStep
 

@@ -53,7 +53,8 @@ from ..storage.plan import (
 )
 from ..storage.room import RoomLeaves
 from ..storage.table import Home, stacks_of_layers
-from ..table.effects import OF_SLICES, TOGETHER, By, Place
+from ..table.effects import OF_SLICES, TOGETHER, Place
+from ..table.kinds import By
 from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
 from .operand import GRADIENTS_OF, Gradients, Operand
 from .pools import Buffers, Packing

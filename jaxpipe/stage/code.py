@@ -49,8 +49,8 @@ from ..jaxprs.residuals import into_scans, keep_fewer_residuals
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
 from ..storage.table import Places
-from ..table.effects import OF_SLICES, By, LastUse, Liveness, Place
-from ..table.kinds import Kind, kinds_where
+from ..table.effects import OF_SLICES, LastUse, Liveness, Place
+from ..table.kinds import By, Kind, kinds_where
 
 
 class ParamUse(NamedTuple):

@@ -13,7 +13,7 @@ from ..errors import PipelineError
 from ..jaxprs.equations import results_of
 from ..model.batch import map_rows
 from ..model.functions import Functions
-from ..table.effects import By
+from ..table.kinds import By
 from .code import StageCode
 
 

@@ -32,14 +32,15 @@ from ..jaxprs.equations import (
     with_inputs,
 )
 from ..jaxprs.flat import flatten
+from ..lowering.plan import Plan
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Extra, Functions, StageOutput, check_forms
 from ..program.ir import Program
 from ..program.verify import verify
 from ..storage.plan import LeafPlan, leaf_plans
 from ..storage.table import Home, Places
-from ..table.effects import TOGETHER, By, Offload, Place, longest
-from ..table.kinds import Kind
+from ..table.effects import TOGETHER, Place, longest
+from ..table.kinds import By, Kind, Offload
 from ..table.schedule import named
 from .code import RESIDUALS, ParamUse, StageCode, cut_last, inexact
 from .codes import ModelCode
@@ -206,10 +207,11 @@ def _of_whole[P, T](
 def lower(setup: Setup, code: ModelCode) -> Program:
     """The program of the step, verified; a warning where an offload moves nothing."""
     offloads = setup.training and any(kind.offloads for kind in code.kinds)
-    plan = replace(setup.plan, offload=Offload.RESIDUALS) if offloads else setup.plan
+    offload = Offload.RESIDUALS if offloads else setup.offload
+    plan = Plan(setup.ticks, setup.segments, offload)
     live, most = longest([kind.liveness for kind in code.kinds]), _slots_apart(setup, code)
     program = verify(plan.program(live, most=most))
-    if setup.training and plan.offload is not Offload.NOTHING and not program.slots.host:
+    if setup.training and offload is not Offload.NOTHING and not program.slots.host:
         schedule = setup.schedule
         warnings.warn(
             f"offload moves nothing to the host: {named(schedule)} over {schedule.num_devices} "
@@ -296,7 +298,7 @@ def _trace_one(
     if not setup.layout.unlike:
         check_forms(inputs[1], code.y)
     if keeps_state:
-        recomputes = setup.plan.ticks.schedule.encoded.recomputes
+        recomputes = setup.schedule.encoded.recomputes
         _check_reads_of_state(name, code, inputs[2], recomputes=recomputes)
     return replace(code, wants=function.wants_arrays)
 

@@ -15,15 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..arrays import ByPart, Leaf, LossScale, PyTree, Rng, shape_of
-from ..lowering.plan import Plan
 from ..lowering.target import Form, Target
+from ..lowering.ticks import Ticks
 from ..model.arguments import StepArguments
 from ..model.functions import Functions, Loss, share_of
 from ..model.keys import shard_key
 from ..model.layers import OUTER
+from ..program.segments import Segment
 from ..storage.chunks import ParamLayout
 from ..storage.partition import Partition
 from ..storage.plan import gather
+from ..table.kinds import Offload
 from ..table.schedule import Schedule
 
 T = TypeVar("T")
@@ -38,7 +40,9 @@ Clock: TypeAlias = Callable[..., Any]
 class Setup:
     """What is known of a step, or of forwards alone, before its arrays."""
 
-    plan: Plan
+    ticks: Ticks
+    segments: tuple[Segment, ...]
+    offload: Offload
     functions: Functions
     partition: Partition
     accumulate: DTypeLike | None  # dtype of gradient accumulators, or None for the parameters' own
@@ -55,12 +59,12 @@ class Setup:
         the forward of a layer is beside the backward of another; the two share pools.
         """
         form = self.target.form
-        return replace(form, layers=0, slots=0) if self.plan.ticks.pairs.any() else form
+        return replace(form, layers=0, slots=0) if self.ticks.pairs.any() else form
 
     @property
     def schedule(self) -> Schedule:
         """The table."""
-        return self.plan.ticks.schedule
+        return self.ticks.schedule
 
     @property
     def num_microbatches(self) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .encoded import BoolArray, Encoded, IntArray
-from .kinds import RECOMPUTE, SPREAD_FIRST, Kind, Sharded, users
+from .kinds import RECOMPUTE, SPREAD_FIRST, By, Kind, Sharded, users
 
 
 class Place(enum.Enum):
@@ -84,24 +84,6 @@ class Access(enum.IntEnum):
     PREPARE = 0
     READ = 1
     WRITE = 2
-
-
-class Offload(enum.Enum):
-    """The values that are kept in the host's memory."""
-
-    NOTHING = "nothing"
-    # what forwards keep for their backwards, where these are some ticks away
-    RESIDUALS = "residuals"
-
-
-class By(enum.IntEnum):
-    """The function of the model whose code reads or makes a value.  The numbers are folded into
-    keys (see `model.keys`).
-    """
-
-    FIRST = 0
-    STAGE = 1
-    LAST = 2
 
 
 class Of(enum.Enum):

@@ -94,6 +94,24 @@ class ModelEnd(NamedTuple):
     feeds: Value | None  # the value of that stage that is made from its result
 
 
+class Offload(enum.Enum):
+    """The values that are kept in the host's memory."""
+
+    NOTHING = "nothing"
+    # what forwards keep for their backwards, where these are some ticks away
+    RESIDUALS = "residuals"
+
+
+class By(enum.IntEnum):
+    """The function of the model whose code reads or makes a value.  The numbers are folded into
+    keys (see `model.keys`).
+    """
+
+    FIRST = 0
+    STAGE = 1
+    LAST = 2
+
+
 class Release(enum.Enum):
     """When a stage's activations of a microbatch may be freed, where the backward is split (a full
     backward B always frees them).

@@ -448,22 +448,3 @@ def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
     for i, half in enumerate(table.last_half.tolist()):
         places[loop.device[i]][int(table.position[i])] = int(loop.starts[half])
     return places
-
-
-def in_columns(lines: Sequence[Sequence[str]], *, left: int | None = None) -> str:
-    """Lines of cells as text, in columns, of which the first `left` (all without it) are flush
-    left.
-
-    >>> print(in_columns([("name", "size"), ("a", "10")], left=1))
-    name  size
-    a       10
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    most = len(widths) if left is None else left
-
-    def placed(line: Sequence[str]) -> str:
-        cells = enumerate(zip(line, widths, strict=True))
-        texts = [cell.ljust(w) if i < most else cell.rjust(w) for i, (cell, w) in cells]
-        return "  ".join(texts).rstrip()
-
-    return "\n".join(map(placed, lines))

@@ -81,7 +81,7 @@ def test_a_restored_state_goes_on_under_explicit_axes(tmp_path: Path) -> None:
 def test_no_device_holds_the_whole_model_while_it_is_saved() -> None:
     """In model order too stages are spread over the pipe axis, and the other dims as they were."""
     pipe = pipeline(build("interleaved_1f1b"), **EVERYTHING)
-    natural = PortableState(pipe).of(state_of(pipe, seed=1))
+    natural = PortableState(pipe.partition).of(state_of(pipe, seed=1))
     shapes = {
         leaf.sharding.shard_shape(leaf.shape)
         for leaf in (natural["params"]["stages"]["w"], natural["opt_state"].mu["stages"]["w"])

@@ -138,11 +138,11 @@ def test_placed_parameters_take_the_same_steps_and_leave_the_same_state(
     # owner.
     assert worst_error(norms, wanted_norms) <= FLOAT64
     assert min(wanted_norms) < 20 < max(wanted_norms)
-    natural = PortableState(pipe).of({"params": params, "opt_state": state})
+    natural = PortableState(pipe.partition).of({"params": params, "opt_state": state})
     like = PortableState(None).of({"params": wanted, "opt_state": wanted_state})
     close(natural, like)
     # There and back: numbers are moved, not computed.
-    back = PortableState(pipe).placed(natural, {"params": params, "opt_state": state})
+    back = PortableState(pipe.partition).placed(natural, {"params": params, "opt_state": state})
     for ours, theirs in zip(
         jax.tree.leaves(back), jax.tree.leaves({"params": params, "opt_state": state}), strict=True
     ):
@@ -168,7 +168,7 @@ def test_factored_moments_have_a_natural_layout() -> None:
     """
     pipe, tx = pipe_of("uneven"), optax.scale_by_factored_rms(min_dim_size_to_factor=runs.WIDTH)
     params, state, _ = updated("uneven", tx)
-    natural = PortableState(pipe).of({"params": params, "opt_state": state})
+    natural = PortableState(pipe.partition).of({"params": params, "opt_state": state})
     params, wanted, _ = updated("", tx)
     close(
         natural["opt_state"],
@@ -181,7 +181,7 @@ def test_a_history_has_a_natural_layout() -> None:
     """Leaves with more axes than their parameter, as L-BFGS keeps them, and with layers merged."""
     pipe, params = pipe_of("zbv"), starting("zbv")[0]
     history = jax.tree.map(lambda a: jnp.stack([a, 2 * a, 3 * a]), params)
-    natural = PortableState(pipe, layer_axis=True)
+    natural = PortableState(pipe.partition, layer_axis=True)
     found = natural.of({"params": params, "history": history})
     assert found["history"]["stages"]["w"].shape == (3, runs.LAYERS, runs.WIDTH, runs.WIDTH)
     for i in range(3):
@@ -202,7 +202,7 @@ def test_a_number_for_each_chunk_is_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"opt_state/norms holds one number for all stages of a chunk"
     ):
-        PortableState(pipe).of({"params": params, "opt_state": {"norms": norms}})
+        PortableState(pipe.partition).of({"params": params, "opt_state": {"norms": norms}})
 
 
 def test_faults_of_a_state_are_all_listed() -> None:
@@ -211,11 +211,11 @@ def test_faults_of_a_state_are_all_listed() -> None:
     transposed = {**params, "stages": jax.tree.map(jnp.transpose, params["stages"])}
     other = {**params, "stages": params["stages"].like((one, {**two, "b": optax.MaskedNode()}))}
     with pytest.raises(CheckpointError) as caught:
-        PortableState(pipe).of({"params": params, "a": transposed, "c": other})
+        PortableState(pipe.partition).of({"params": params, "a": transposed, "c": other})
     assert len(caught.value.faults) == 5
     assert "c: chunks of stages have unlike structures" in str(caught.value)
     assert f"a/stages/0/w of shape ({runs.WIDTH}, {runs.WIDTH}, 2, 2) fits no axis" in str(
         caught.value
     )
     with pytest.raises(CheckpointError, match='under "params"'):
-        PortableState(pipe).of({"parameters": params})
+        PortableState(pipe.partition).of({"parameters": params})

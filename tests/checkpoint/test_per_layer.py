@@ -65,8 +65,8 @@ def natural(pipe: jp.Pipeline, rule: Any, params: Any) -> tuple[Any, Any]:
     for _ in range(STEPS):
         updates, state = jax.jit(optimizer.update)(grads, state, grads)
     whole = {"params": placed, "opt_state": state}
-    found = PortableState(pipe).of(whole)
-    back = PortableState(pipe).placed(found, whole)
+    found = PortableState(pipe.partition).of(whole)
+    back = PortableState(pipe.partition).placed(found, whole)
     assert jax.tree.structure(back) == jax.tree.structure(whole)
     assert same(back, whole)
     return found["opt_state"]["stages"], pipe.canonical(updates)["stages"]
@@ -182,5 +182,7 @@ def test_a_checkpoint_of_a_list_goes_on_with_other_chunk_mates(tmp_path: Path) -
             else:
                 _, state = checkpoints.restore(state)
         _, after = optimizer.update(placed, state["opt_state"], placed)
-        states.append(PortableState(pipe).of({"params": placed, "opt_state": after})["opt_state"])
+        states.append(
+            PortableState(pipe.partition).of({"params": placed, "opt_state": after})["opt_state"]
+        )
     assert max(relative(state, states[0]) for state in states[1:]) <= FLOAT64

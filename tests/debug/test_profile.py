@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.inspect.hlo import parse
-from jaxpipe.inspect.step_report import timeline_of
+from jaxpipe.inspect.profiling import timeline_of
 from jaxpipe.table.kinds import Kind
 from tests.flat import flat_pipeline
 

@@ -11,7 +11,7 @@ import jax
 
 import jaxpipe as jp
 from jaxpipe.model.keys import keys_of
-from jaxpipe.table.effects import By
+from jaxpipe.table.kinds import By
 
 
 class Key(NamedTuple):

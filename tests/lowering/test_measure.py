@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.blocks import compile_blocks, stage_blocks, traced
+from jaxpipe.inspect.blocks import compile_blocks, stage_blocks
 from jaxpipe.lowering.target import Target
-from jaxpipe.measuring import measure_stages
-from jaxpipe.spmd.emit import TracedStep
+from jaxpipe.measuring import measure_stages, traced
+from jaxpipe.spmd.emit import EmittedStep
 from jaxpipe.table.effects import Place
 from tests.flat import flat_pipeline
 
@@ -62,7 +62,7 @@ def pipe():
 
 
 def test_blocks_need_no_trace_of_the_whole_step(pipe, monkeypatch):
-    monkeypatch.setattr(TracedStep, "run", lambda *_: pytest.fail("the step is traced"))
+    monkeypatch.setattr(EmittedStep, "run", lambda *_: pytest.fail("the step is traced"))
     assert traced(pipe, pipe.place(PARAMS), BATCH, None, ()).code.kinds
 
 

@@ -244,9 +244,9 @@ def test_a_checkpoint_of_a_tied_table_fits_another_number_of_devices():
 
     whole = canonical(4, 10, tied=True)
     states = {devices: {"params": pipe_on(devices).place(whole)} for devices in (4, 2)}
-    stored = PortableState(pipe_on(4)).of(states[4])
+    stored = PortableState(pipe_on(4).partition).of(states[4])
     assert stored["params"]["shared"]["w"].shape == (10, WIDTH)
-    back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
+    back = PortableState(pipe_on(2).partition).placed(jax.tree.map(np.asarray, stored), states[2])
     assert same(back, states[2])
 
 

@@ -267,16 +267,16 @@ def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
     for devices in (4, 2):
         params = pipe_on(devices).place(whole)
         states[devices] = {"params": params, "moments": jax.tree.map(lambda a: 2 * a, params)}
-    stored = PortableState(pipe_on(4)).of(states[4])
+    stored = PortableState(pipe_on(4).partition).of(states[4])
     assert (
         stored["params"]["last"]["w"].shape == stored["moments"]["last"]["w"].shape == (10, WIDTH)
     )
     # As from a file: the devices are others.
-    back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
+    back = PortableState(pipe_on(2).partition).placed(jax.tree.map(np.asarray, stored), states[2])
     assert jax.tree.structure(back) == jax.tree.structure(states[2])
     assert same(back, states[2])
-    again = PortableState(pipe_on(4)).placed(
-        jax.tree.map(np.asarray, PortableState(pipe_on(2)).of(states[2])), states[4]
+    again = PortableState(pipe_on(4).partition).placed(
+        jax.tree.map(np.asarray, PortableState(pipe_on(2).partition).of(states[2])), states[4]
     )
     assert same(again, states[4])
     pipe, params = pipe_on(4), states[4]["params"]

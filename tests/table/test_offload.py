@@ -16,7 +16,7 @@ from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.lowering.ticks import assign_ticks
 from jaxpipe.program.ir import MOVE, NOBODY, UNDER_WAY
 from jaxpipe.program.verify import ProgramRule, faults, verify
-from jaxpipe.table.effects import Offload
+from jaxpipe.table.kinds import Offload
 from jaxpipe.transforms.rewrites import forward_only
 from tests.passes import cut
 from tests.strategies import few, schedules

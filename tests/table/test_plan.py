@@ -14,7 +14,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn
-from jaxpipe.planner import candidate
+from jaxpipe.planner import candidate, search
 from jaxpipe.planner.layer_cost import Ends, Kept, Remat, balanced
 from jaxpipe.planner.memory import least_slots
 
@@ -227,7 +227,7 @@ def test_what_cannot_fit_is_not_lowered(monkeypatch):
         r"needs at least .* more",
     ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=6.6e9)
-    monkeypatch.setattr(candidate, "build", refused)
+    monkeypatch.setattr(search, "build", refused)
     with pytest.raises(
         jp.PlanError,
         match=r"an even split of the layers, which needs 6\.0 GiB for parameters, .* 1\.3 GiB more",

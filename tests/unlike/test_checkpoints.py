@@ -105,7 +105,7 @@ def test_stages_of_a_list_may_have_scalars():
     canonical = {"stages": [{"s": 2.0}, draw({"w": (3, 4)})], "last": draw({"head": (4, 2)})}
     canonical = jax.tree.map(jnp.asarray, canonical)
     state = {"params": pipe.place(canonical)}
-    portable = PortableState(pipe)
+    portable = PortableState(pipe.partition)
     found = portable.of(state)
     assert relative(found["params"], canonical) == 0  # numbers are moved, not computed
     assert relative(portable.placed(found, state), state) == 0
@@ -141,7 +141,7 @@ def test_what_is_frozen_has_no_moments_in_a_checkpoint():
         optax.chain(optax.adam(0.1), optax.masked(optax.trace(0.9), of_the_head)),
     )
     state = {"params": params, "moments": pipe.init(optimizer, params)}
-    portable = PortableState(pipe)
+    portable = PortableState(pipe.partition)
     found = portable.of(state)
     trained = {**canonical, "stages": {"t": {"w": canonical["stages"]["t"]["w"], "scale": None}}}
     plain = PortableState(None).of({"params": canonical, "moments": optimizer.init(trained)})
@@ -184,7 +184,7 @@ def test_moments_of_masked_parameters_go_on_with_another_layout(tmp_path):
     with Checkpoints(tmp_path, one) as checkpoints:
         checkpoints.save(2, state)
     natural = (
-        PortableState(one)
+        PortableState(one.partition)
         .of(state)["moments"]
         .inner_states["fast"]
         .inner_state[0]
