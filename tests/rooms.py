@@ -52,12 +52,12 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
     }
 
 
-def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
-    """(dotted name, whether it is in the package) of all that a file imports, inside
-    functions too.
+def imports(name: str, path: Path, *, late: bool = True) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it is in the package) of all that a file imports; `late`: also when
+    its functions are called, and for types.
     """
     package = name.split(".")[:-1]
-    for node in _import_statements(path):
+    for node in _import_statements(path, late=late):
         if isinstance(node, ast.Import):
             yield from ((alias.name, False) for alias in node.names)
         elif not node.level:
@@ -86,22 +86,22 @@ def names_in_two_files(package: Path = PACKAGE) -> dict[str, list[str]]:
 
 
 @cache
-def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
-    return [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+def _import_statements(path: Path, *, late: bool) -> list[ast.Import | ast.ImportFrom]:
+    module = ast.parse(path.read_text())
+    nodes = ast.walk(module) if late else module.body
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
-    """Which files of the package each file imports; a package's `__init__` goes by the package's
-    name.
+def graph(package: Path = PACKAGE, *, late: bool = True) -> dict[str, set[str]]:
+    """Which files of the package each file imports (see `imports`); a package's `__init__` goes by
+    the package's name.
     """
     found = modules(package)
     names = {name.removesuffix(".__init__") for name in found}
     wanted = {
-        name.removesuffix(".__init__"): {t for t, inside in imports(name, path) if inside}
+        name.removesuffix(".__init__"): {
+            t for t, inside in imports(name, path, late=late) if inside
+        }
         for name, path in found.items()
     }
     return {
@@ -184,7 +184,12 @@ def floors(edges: dict[str, set[str]]) -> tuple[int, list[list[str]]]:
 def main(package: Path) -> None:
     """Print files, floors and circles, of files and of rooms."""
     files = graph(package)
-    for what, edges in (("files", files), ("rooms", between_rooms(package))):
+    at_once = graph(package, late=False)
+    for what, edges in (
+        ("files", files),
+        ("files, without late imports", at_once),
+        ("rooms", between_rooms(package)),
+    ):
         high, circles = floors(edges)
         print(f"{what}: {len(edges)}, floors: {high}, circles: {len(circles)}")
         for circle in circles:

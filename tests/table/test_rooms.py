@@ -121,6 +121,11 @@ def test_files_import_in_no_circle():
     assert floors({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == (2, [["b", "c"]])
 
 
+def test_files_have_at_most_fifteen_levels():
+    """Of what is imported at once: a plan imports the pipeline when it makes one."""
+    assert floors(graph(late=False))[0] <= 15
+
+
 def test_a_name_has_one_meaning(tmp_path: Path):
     assert names_in_two_files() == {}
     (tmp_path / "a.py").write_text("class _Part:\n    pass\n")
