@@ -83,7 +83,8 @@ def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
     its devices had not waited: so later cycles are found too.
     """
     needed, together = waiting(table, transfers)
-    need, owner = needed.tolist(), table.device.tolist()
+    need: list[int] = needed.tolist()
+    owner: list[int] = table.device.tolist()
     head, stop = list(table.first[:-1]), table.first[1:]
     done = bytearray(table.num_actions)
     parked = defaultdict[int, set[int]](set)  # by action, the devices that wait for it
