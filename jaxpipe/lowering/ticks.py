@@ -23,7 +23,7 @@ from ..table.encoded import BoolArray, IntArray, Transfers
 from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
 from ..table.order import waiting
 from ..table.schedule import Schedule
-from ..table.text import grid
+from ..table.text import drawn
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
 
@@ -209,7 +209,8 @@ class Ticks:
         return equal_rows(np.concatenate(needs, axis=1))
 
     def __str__(self) -> str:
-        return grid(self.cells)
+        ticks = [{t: str(cell) for t, cell in enumerate(row) if cell} for row in self.cells]
+        return drawn(ticks, ())
 
 
 def assign_ticks(schedule: Schedule) -> Ticks:

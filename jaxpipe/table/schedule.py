@@ -4,24 +4,27 @@ lists all rules that a table breaks and marks their cells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
 
 from ..errors import MAX_COUNT, ScheduleError, Violation, listed, quoted, set_typed, typed
+from .clock import EventLoop
 from .encoded import Encoded, IntArray, Transfers, encode
 from .gathered import run_numbers
 from .kinds import SHARES, Action, Cell, Release, Row, parts
-from .order import RunOrder, run_order
+from .order import RunOrder, run_order, waiting
 from .placement import Placement
 from .rules import broken_rules, deadlocks, over_cap
 from .text import (
     UNNUMBERED,
-    grid,
+    cell_label,
+    drawn,
     plain_rows,
     rows_from_csv,
     rows_from_json,
@@ -300,7 +303,7 @@ class Schedule:
         return replace(self, rows=cast("tuple[Row, ...]", rows), certificate=None)
 
     def __str__(self) -> str:
-        return grid(self.rows, slices=self.slices)
+        return grid(self)
 
 
 @typed()
@@ -356,6 +359,53 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
         devices = sorted(found.get(stage, {0}))
         homes.append(tuple(sorted(devices, key=stage.__ne__)))
     return Placement(tuple(homes), len(rows))
+
+
+def grid(
+    schedule: Schedule,
+    *,
+    marked: Collection[tuple[int, int]] = (),
+    most_columns: int | None = None,
+) -> str:
+    """Draw rows as text, each action in the first unit time step that its inputs allow.
+
+    `marked` holds (device, position) of cells to point at: they are bracketed and their line ends
+    in `<-- ERROR HERE`. A table that cannot run (a deadlock) or that has transfers
+    is drawn by position instead of by time. Of more than `most_columns` columns, those from around
+    the first mark on are drawn, or the first ones where nothing is marked.
+
+    With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
+    """
+    columns = _columns(schedule)
+    marks = {(d, columns[d][p]) for d, p in marked if p in columns[d]}
+    cells = [
+        {column: cell_label(row[p], schedule.slices) for p, column in places.items()}
+        for row, places in zip(schedule.rows, columns, strict=True)
+    ]
+    return drawn(cells, marks, most_columns=most_columns)
+
+
+def _columns(schedule: Schedule) -> list[dict[int, int]]:
+    """Per device, the time step to draw at by position, idle ones left out.
+
+    Every cell, idle ones too, takes one step and comes at least one step after what it needs.
+    """
+    table = schedule.encoded
+    places = [{p: p for p, cell in enumerate(row) if cell} for row in schedule.rows]
+    if table.too_sparse or not table.is_compute.all():
+        return places
+    found = schedule.run_order(Transfers.ASYNC)
+    if found.cycles:
+        return places
+    need, together = waiting(table, Transfers.ASYNC)
+    # An action lasts until the next of its row, with the idle cells between them.
+    duration = np.diff(table.position, append=0)
+    free = [int(table.position[a]) if a < b else 0 for a, b in pairwise(table.first)]
+    loop = EventLoop((table.device, need, 1 - duration[need], duration), free, groups=together)
+    loop.run(found.order)
+    for i, half in enumerate(table.last_half.tolist()):
+        places[loop.device[i]][int(table.position[i])] = int(loop.starts[half])
+    return places
 
 
 MOST_COLUMNS = 60  # of a grid in an error
@@ -421,4 +471,4 @@ def marked_grid(schedule: Schedule, found: Sequence[Violation]) -> str:
     for v in found:
         if v.device is not None and v.position is not None:
             marked.add((v.device, v.position))
-    return grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices)
+    return grid(schedule, marked=marked, most_columns=MOST_COLUMNS)

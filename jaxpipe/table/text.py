@@ -9,10 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
 from typing import Any
-
-import numpy as np
 
 from ..errors import (
     MAX_COUNT,
@@ -27,8 +24,7 @@ from ..errors import (
     listed,
     quoted,
 )
-from .clock import EventLoop
-from .encoded import NUM_KINDS, Encoded, Transfers, encode
+from .encoded import NUM_KINDS
 from .kinds import (
     BACKWARD_HALVES,
     FORWARD_HALVES,
@@ -41,7 +37,6 @@ from .kinds import (
     Row,
     parts,
 )
-from .order import run_order, waiting
 
 _NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
 _KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
@@ -287,32 +282,25 @@ def plain_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
     except TypeError as error:
         why = "are not the rows of a table; give each device a list of its actions"
         raise ScheduleError(f"{quoted(rows)} {why}") from error
-    odd = {device: row for device, row in enumerate(table) if not _is_plain(row)}
     bad = tuple(
         Violation("cell", f"{quoted(cell)} {why}", device, position)
-        for device, row in odd.items()
+        for device, row in enumerate(table)
         for position, cell in enumerate(row)
-        if (why := _fault(cell))
+        if not _is_plain(cell) and (why := _fault(cell))
     )
     ScheduleError.refuse("the table holds things that are not actions", bad)
     return tuple(
-        tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(table)
+        tuple(cell if _is_plain(cell) else _plain_cell(cell) for cell in row) for row in table
     )
 
 
-def _is_plain(row: Row) -> bool:
-    """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
-    if (types := set(map(type, row))) - _CELL_TYPES:
+def _is_plain(cell: Cell) -> bool:
+    """Whether it is an action with Python's own numbers, as almost all cells of a table are."""
+    if type(cell) is not Action:
         return False
-    only = types == {Action}
-    actions: Sequence[Any] = row if only else [*chain.from_iterable(map(parts, row))]
-    if set(map(type, actions)) - {Action}:
-        return False
-    flat = [*chain.from_iterable(actions), *Action(0, Kind.F, 0)]
-    kinds, numbers = flat[1::3], [*flat[::3], *flat[2::3]]
-    if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
-        return False
-    return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)
+    stage, kind, microbatch = cell
+    types = type(stage), type(kind), type(microbatch)
+    return types == (int, Kind, int) and max(abs(stage), abs(microbatch)) < _LARGEST
 
 
 def _plain_cell(cell: Cell) -> Cell:
@@ -332,31 +320,6 @@ def _fault(cell: Cell) -> str:
     wrong = [a.kind for a in actions if not 0 <= a.kind < NUM_KINDS]
     one_of = ", ".join(KIND_NAMES)
     return f"has kind {wrong[0]}; a kind is one of {one_of}" if wrong else ""
-
-
-def grid(
-    rows: tuple[Row, ...],
-    *,
-    marked: Collection[tuple[int, int]] = (),
-    most_columns: int | None = None,
-    slices: int = 1,
-) -> str:
-    """Draw rows as text, each action in the first unit time step that its inputs allow.
-
-    `marked` holds (device, position) of cells to point at: they are bracketed and their line ends
-    in `<-- ERROR HERE`. A table that cannot run (a deadlock) or that has transfers
-    is drawn by position instead of by time. Of more than `most_columns` columns, those from around
-    the first mark on are drawn, or the first ones where nothing is marked.
-
-    With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
-    """
-    columns = _columns(rows)
-    marks = {(d, columns[d][p]) for d, p in marked if p in columns[d]}
-    cells = [
-        {column: cell_label(row[p], slices) for p, column in places.items()}
-        for row, places in zip(rows, columns, strict=True)
-    ]
-    return drawn(cells, marks, most_columns=most_columns)
 
 
 def drawn(
@@ -417,34 +380,3 @@ def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
     if marks:
         stop = min(stop, 1 + _REACH + max(m for m in marks if m + _REACH < start + most))
     return [*[-1][:start], *range(start, stop), *[-1][: steps - stop]]
-
-
-def _columns(rows: tuple[Row, ...]) -> list[dict[int, int]]:
-    """Per device, the time step to draw at by position, idle ones left out."""
-    by_position = [{p: p for p, cell in enumerate(row) if cell} for row in rows]
-    actions = [a for row in rows for c in row for a in parts(c)]
-    if not actions or any(not a.kind.is_compute for a in actions):
-        return by_position
-    stages, _, microbatches = map(max, zip(*actions, strict=True))
-    table = encode(rows, 1 + stages, 1 + microbatches)
-    if table.too_sparse or not table.in_range.all():
-        return by_position
-    order = run_order(table, Transfers.ASYNC)
-    return by_position if order.cycles else _in_time(table, order.order)
-
-
-def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
-    """Columns where every cell, idle ones too, takes one step and comes at least one step after
-    what it needs.
-    """
-    need, together = waiting(table, Transfers.ASYNC)
-    # An action lasts until the next of its row, with the idle cells between them.
-    duration = np.diff(table.position, append=0)
-    free = [int(table.position[a]) if a < b else 0 for a, b in pairwise(table.first)]
-    tasks = table.device, need, 1 - duration[need], duration
-    loop = EventLoop(tasks, free, groups=together)
-    loop.run(order)
-    places: list[dict[int, int]] = [{} for _ in loop.free]
-    for i, half in enumerate(table.last_half.tolist()):
-        places[loop.device[i]][int(table.position[i])] = int(loop.starts[half])
-    return places

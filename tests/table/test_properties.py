@@ -13,7 +13,8 @@ from strategies import random_schedule, randoms, schedules
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers
 from jaxpipe.table.kinds import parts
-from jaxpipe.table.text import MARK, grid
+from jaxpipe.table.schedule import grid
+from jaxpipe.table.text import MARK
 
 
 def test_random_tables_are_of_every_sort():
@@ -171,7 +172,7 @@ def test_the_grid_draws_every_cell_once_and_no_input_late(schedule):
 
 def test_a_wide_grid_is_cut_to_its_marks():
     schedule = jp.schedules.build("gpipe", devices=3, microbatches=100)
-    text = grid(schedule.rows, marked={(1, 150)}, most_columns=30)
+    text = grid(schedule, marked={(1, 150)}, most_columns=30)
     lines = text.splitlines()
     assert len(lines) == 4
     assert max(map(len, lines)) < 200
@@ -179,7 +180,7 @@ def test_a_wide_grid_is_cut_to_its_marks():
     assert f"[{schedule.rows[1][150]}]" in lines[2]
     assert sum(MARK in line for line in lines) == 1
     assert lines[0].count("...") == 2
-    assert "..." not in grid(schedule.rows)
+    assert "..." not in grid(schedule)
 
 
 def test_a_table_that_cannot_run_is_drawn_by_position():
