@@ -332,7 +332,7 @@ def _read_container(value: object, origin: type, inner: tuple[object, ...]) -> o
         value = value.tolist()
     if not isinstance(value, origin) or isinstance(value, str | bytes):
         return _MISFIT
-    if origin is Iterable or not isinstance(value, Collection):
+    if origin in (Iterable, Callable) or not isinstance(value, Collection):
         return value
     if isinstance(value, Mapping) and issubclass(origin, Mapping):
         read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from ..arrays import ByPart, Leaf, Number, Params, PyTree, Rng, without_numpy, zeros_of
-from ..errors import PipelineError
+from ..errors import Fits, PipelineError, typed
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.kinds import By
 from ..table.placement import Placement
@@ -22,9 +22,33 @@ from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread, UserFunc
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
 from .layers import EMBEDDING, LOSS, LayerMap, with_outer
 from .replaced import Replaced, Replacements, in_microbatches
-from .settings import frozen_filter
+from .settings import names_of, patterns_of
 
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
+
+_Stages: TypeAlias = Annotated[
+    UserFunction | Sequence[UserFunction] | Mapping[str, UserFunction],
+    Fits(
+        "a stage function, a list of them (one for each stage), or a dict with a function for each "
+        "letter of layers=",
+        lambda stages: callable(stages) or stages,
+    ),
+]
+_End: TypeAlias = Annotated[
+    UserFunction | Spread | None, Fits("a function, or what jaxpipe.spread makes of one")
+]
+_Frozen: TypeAlias = Annotated[
+    Callable[[str, Any], bool] | str | Sequence[str] | None,
+    Fits("a function of a path and a shape, or regular expressions of paths"),
+]
+_Replaced: TypeAlias = Annotated[
+    Mapping[str, Replaced | tuple[Replaced, Replaced]] | Replacements | None,
+    Fits(
+        'a dict with a rule for each regular expression of paths, such as {"scale$": '
+        "jaxpipe.Replaced.MAX} (or another of LAST, MAX, MEAN, SUM, or a pair of them: over "
+        "microbatches, over data axes)"
+    ),
+]
 
 
 @dataclass(frozen=True, init=False)
@@ -102,58 +126,52 @@ class Model:
     whole: tuple[str, ...]
     carry: UserFunction | None
 
+    @typed(PipelineError)
     def __init__(
         self,
-        stages: UserFunction | Sequence[UserFunction] | Mapping[str, UserFunction],
+        stages: _Stages,
         *,
-        first: UserFunction | Spread | None = None,
-        last: UserFunction | Spread | None = None,
+        first: _End = None,
+        last: _End = None,
         layers: str | Layout | None = None,
         loss: Loss = Loss.MEAN,
         has_metrics: bool = False,
         stage_loss: bool = False,
-        frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
-        replaced: Mapping[str, Replaced | tuple[Replaced, Replaced]] | Replacements | None = None,
-        time: Sequence[str] = (),
-        whole: Sequence[str] = (),
+        frozen: _Frozen = None,
+        replaced: _Replaced = None,
+        time: str | Sequence[str] = (),
+        whole: str | Sequence[str] = (),
         carry: UserFunction | None = None,
     ) -> None:
         if isinstance(stages, Mapping):
-            stages, layers = dict(stages), _letters(stages, layers, first, last)
+            layers = _letters(stages, layers, first, last)
             first, last = stages.get(EMBEDDING), stages.get(LOSS)
         elif layers is not None:
             raise PipelineError(
                 "layers= names functions by letters; give Model a dict with a function for each "
                 "letter, or leave layers= out"
             )
-        elif not callable(stages):
-            stages = _listed(stages)
-        contract: object = loss
-        if not isinstance(contract, Loss):
-            known = " or ".join(f"Loss.{member.name}" for member in Loss)
-            raise PipelineError(f"loss must be {known}; got {contract!r}")
         if carry is not None and layers is not None:
             raise PipelineError(
                 "carry= is for stages that take `carry`, and layers by letters keep none; give "
                 "Model one stage function or a list of them, or leave carry= out"
             )
-        if carry is not None and not callable(carry):
-            raise PipelineError(
-                f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
-            )
-        time = (time,) if isinstance(time, str) else tuple(time)
-        whole = (whole,) if isinstance(whole, str) else tuple(whole)
+        time, whole = names_of(time), names_of(whole)
         _check_names(time, whole)
+        if frozen is not None and not callable(frozen):
+            frozen = patterns_of("frozen", names_of(frozen))
+        if not isinstance(replaced, Replacements):
+            replaced = Replacements.of_rules(replaced or {})
         fields: dict[str, object] = {
             "stages": stages,
             "first": first,
             "last": last,
             "layers": layers,
-            "contract": contract,
+            "contract": loss,
             "has_metrics": has_metrics,
             "stage_loss": stage_loss,
-            "frozen": frozen_filter(frozen),
-            "replaced": Replacements.parse(replaced),
+            "frozen": frozen,
+            "replaced": replaced,
             "time": time,
             "whole": whole,
             "carry": carry,
@@ -287,16 +305,6 @@ class Model:
         cuts = Cuts(1, self.cuts(functions))
         own = replace(self.functions(functions).over(_AXIS, cuts.sizes(params)), **how)
         return Plain(own.for_batch(rows), params, rows, rng, stacked)
-
-
-def _listed(stages: object) -> tuple[UserFunction, ...]:
-    """A list of stage functions; PipelineError for anything else."""
-    if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
-        raise PipelineError(
-            "Model takes a stage function, a list of them (one for each stage), or a dict with a "
-            f"function for each letter of layers=; got {stages!r}"
-        )
-    return tuple(stages)
 
 
 def _check_names(time: Sequence[str], whole: Sequence[str]) -> None:

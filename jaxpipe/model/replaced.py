@@ -109,28 +109,11 @@ class Replacements:
     rules: tuple[Replacement, ...]
 
     @classmethod
-    def parse(cls, replaced: object) -> Replacements:
-        """From what a user writes; PipelineError lists every fault."""
-        if isinstance(replaced, Replacements | None):
-            return replaced or NOTHING_REPLACED
-        if not isinstance(replaced, Mapping):
-            raise PipelineError(
-                "replaced must be a dict with a rule for each regular expression of paths, such as "
-                f'{{"scale$": jaxpipe.Replaced.MAX}}; got {replaced!r}'
-            )
-        found, faults = [], []
-        for pattern, rule in replaced.items():
-            both = rule if isinstance(rule, tuple) else (rule, rule)
-            if len(both) == 2 and all(isinstance(one, Replaced) for one in both):
-                found.append(Replacement(*both))
-                continue
-            members = ", ".join(member.name for member in Replaced)
-            faults.append(
-                f"replaced: {pattern!r} has no rule, but {rule!r}; give jaxpipe.Replaced.MAX (or "
-                f"another of {members}), or a pair of them: over microbatches, over data axes"
-            )
-        PipelineError.refuse("", faults)
-        return cls(patterns_of("replaced", list(replaced)), tuple(found))
+    def of_rules(cls, rules: Mapping[str, Replaced | tuple[Replaced, Replaced]]) -> Replacements:
+        """From what a user writes; PipelineError for no regular expression."""
+        pairs = [rule if isinstance(rule, tuple) else (rule, rule) for rule in rules.values()]
+        found = tuple(Replacement(*both) for both in pairs)
+        return cls(patterns_of("replaced", list(rules)), found)
 
     def of(self, path: str) -> Replacement | None:
         """The rule of a leaf; None for one that is not replaced."""
@@ -172,9 +155,6 @@ class Replacements:
                 "Replaced.SUM, MEAN or LAST"
             )
         return found
-
-
-NOTHING_REPLACED = Replacements(Patterns(()), ())
 
 
 def in_microbatches(

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ..arrays import Leaf, PyTree
-from ..errors import Count, PipelineError, misfit
+from ..errors import Count, PipelineError, set_typed
 from ..table.kinds import Offload
 
 T = TypeVar("T")
@@ -40,11 +40,15 @@ def holds(prefix: str, name: str) -> bool:
     return prefix in ("", name) or name.startswith(prefix + "/")
 
 
-def names_of(entry: SpecEntry) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
+def names_of(entry: SpecEntry | Sequence[str]) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec names; or any names, of which one may stand by
+    itself.
+    """
     if entry is None:
         return ()
-    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+    if isinstance(entry, Sequence) and not isinstance(entry, str):
+        return tuple(entry)
+    return (entry,)
 
 
 def axes_of(specs: PyTree) -> set[str]:
@@ -239,20 +243,6 @@ class Patterns:
         return found
 
 
-def frozen_filter(frozen: Any) -> Callable[[str, Leaf], bool] | None:
-    """The filter of frozen parameters, from a function or from regular expressions of paths."""
-    if frozen is None or callable(frozen):
-        function: Callable[[str, Leaf], bool] | None = frozen
-        return function
-    patterns = frozen if isinstance(frozen, list | tuple) else [frozen]
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise PipelineError(
-            "frozen must be a function of a path and a shape, or regular expressions of paths; "
-            f"got {frozen!r}"
-        )
-    return patterns_of("frozen", patterns)
-
-
 def patterns_of(argument: str, expressions: Sequence[str]) -> Patterns:
     """The filter that these regular expressions make; PipelineError for one that is none."""
     try:
@@ -306,13 +296,12 @@ class Sharding:
     replicated: str | Sequence[str] = ()
     outer: bool = False
     local: str | Sequence[str] = ()
-    max_active: int | None = None
+    max_active: Count | None = None
 
     def __post_init__(self) -> None:
+        set_typed(self, PipelineError)
         for name in ("data", "replicated", "local"):
-            value = getattr(self, name)
-            axes = (value,) if isinstance(value, str) else tuple(value)
-            object.__setattr__(self, name, axes)
+            object.__setattr__(self, name, names_of(getattr(self, name)))
 
     @property
     def independent(self) -> tuple[str, ...]:
@@ -347,13 +336,11 @@ class Sharding:
             for name in names
             if name not in (None, *data)
         ]
-        if self.max_active is not None:
-            faults += [odd] if (odd := misfit("max_active", self.max_active, Count)) else []
-            if self.fsdp is None:
-                faults.append(
-                    "max_active= needs fsdp=, the axis over which parameters are gathered; give "
-                    "it, or leave max_active out"
-                )
+        if self.max_active is not None and self.fsdp is None:
+            faults.append(
+                "max_active= needs fsdp=, the axis over which parameters are gathered; give it, or "
+                "leave max_active out"
+            )
         faults += [
             f"local={name!r}, but no spec splits a parameter over {name!r}; name it in specs=, or "
             "take it out of local="

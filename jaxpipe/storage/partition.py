@@ -19,7 +19,7 @@ from ..arrays import ByPart, Leaf, LeafPath, Params, PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from ..model.calls import Cuts
-from ..model.replaced import NOTHING_REPLACED, Replacements
+from ..model.replaced import Replacements
 from ..model.settings import Patterns, Sharding, SpecEntry, holds, is_spec, names_of
 from .chunks import Chunks, ParamLayout, padding_of
 from .packed import Packed
@@ -52,9 +52,9 @@ class Partition:
     sharding: Sharding
     layout: ParamLayout
     cuts: Cuts  # parameters that are cut over the pipe axis, for functions that are spread
-    frozen: Callable[[str, Leaf], bool] | None = None  # of a path, "stages/w", and a shape
-    replaced: Replacements = NOTHING_REPLACED
-    alike: bool = False  # see `Storing`
+    frozen: Callable[[str, Leaf], bool] | None  # of a path, "stages/w", and a shape
+    replaced: Replacements
+    alike: bool  # see `Storing`
 
     @property
     def axis(self) -> str:

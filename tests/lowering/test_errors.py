@@ -266,9 +266,9 @@ def test_every_leaf_that_does_not_fit_is_named():
 
 
 def test_functions_that_are_none():
-    with raises("Model takes a stage function", "got 'stage'"):
+    with raises("stages must be a stage function", "not 'stage'"):
         pipe_of("stage")
-    with raises("`first` must be a function", "dict"):
+    with raises("first must be a function", "jaxpipe.spread", "not {}"):
         pipe_of(first={})
 
 

@@ -97,7 +97,7 @@ def test_a_changed_model_is_checked_again():
     assert model.changed(layers="t*3L").layers == "tttL"
     with pytest.raises(jp.PipelineError, match="'m', for which there is no function"):
         model.changed(layers="tmL")
-    with pytest.raises(jp.PipelineError, match=r"loss must be Loss\.MEAN"):
+    with pytest.raises(jp.PipelineError, match=r"loss must be one of Loss\.MEAN"):
         model.changed(contract="mean")
 
 

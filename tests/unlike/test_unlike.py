@@ -422,7 +422,7 @@ def test_faults_of_layers_and_layout():
     with refused(r"a dict with the letters \['t'\]"):
         pipe.place({**wrong, "stages": {"x": {}}})
     for nothing in (None, [], "t"):
-        with refused("Model takes a stage function, a list of them"):
+        with refused("stages must be a stage function, a list of them"):
             jp.Model(nothing)
 
 
