@@ -14,18 +14,31 @@ choice counts lock-steps, in which each SEND and RECV takes a step too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain, pairwise, repeat
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
-from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import MESSAGES, Action, Cell, Kind, Value, parts, readers
+from ..table.clock import EventLoop
+from ..table.encoded import Transfers
+from ..table.kinds import (
+    MESSAGES,
+    RECEIVES,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Cell,
+    Kind,
+    Message,
+    Value,
+    parts,
+    readers,
+)
+from ..table.order import Cycle, Wait, run_order
 from ..table.schedule import Schedule, check
 from .insertion import Insertion
 from .rewrites import refuse_transfers, remove_recompute
@@ -65,179 +78,95 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
             "jaxpipe.transforms.remove_spread takes them out"
         )
     timeline = simulate(schedule, costs)
-    late, cells = _late_receives(timeline), _cells(schedule)
-    order = late.number[_early_in_cycles(late, timeline)]
-    rows = (order[a:b].tolist() for a, b in pairwise(late.first))
-    return schedule.with_rows(
-        [[cell for i in row if (cell := cells[i]) is not None] for row in rows]
-    )
+    late = _with_late_receives(timeline)
+    return late.with_rows(_early_in_cycles(late, timeline))
 
 
-def _cells(schedule: Schedule) -> list[Cell]:
-    """Per action its cell, None for the second half of a pair; then the RECV of each action that
-    needs one, and the SEND of each of these RECVs.
+_BY_USER: dict[int, Message] = {user: each for each in MESSAGES for user in each.users}
+
+
+def _with_late_receives(timeline: Timeline) -> Schedule:
+    """The table with each SEND right after its producer and each RECV right before its consumer;
+    those of a pair are in order of urgency.
     """
-    table = schedule.encoded
-    cells: list[Cell] = []
-    for cell in chain.from_iterable(schedule.rows):
-        cells += (cell, None)[: len(parts(cell))]
-    users = np.flatnonzero(table.crosses)
-    received: dict[int, Kind] = {
-        user: message.receive for message in MESSAGES for user in message.users
-    }
-    sent: dict[int, Kind] = {user: message.send for message in MESSAGES for user in message.users}
-    for served, of in ((users, received), (table.producer[users], sent)):
-        kinds = [of[user] for user in table.kind[users].tolist()]
-        numbers = zip(
-            table.stage[served].tolist(), kinds, table.microbatch[served].tolist(), strict=True
-        )
-        # Calling Action takes twice as long.
-        cells += map(tuple.__new__, repeat(Action), numbers)
-    return cells
-
-
-class _Late(NamedTuple):
-    """The rows with each SEND right after its producer and each RECV right before its consumer.
-
-    Attributes:
-        number: of each action, row by row, its number in `_cells`.
-        first: `first[d] : first[d + 1]` are those of device d.
-        device: of each action.
-        cell: the first (or only) action of the cell that it is in, or comes before or after; by
-            its number in the table.
-        mate: the other side of a transfer; -1 for compute.
-        sends: whether it is a SEND.
-    """
-
-    number: IntArray
-    first: list[int]
-    device: IntArray
-    cell: IntArray
-    mate: IntArray
-    sends: BoolArray
-
-
-def _late_receives(timeline: Timeline) -> _Late:
-    """The transfers of a cell are in order of urgency."""
     table = timeline.schedule.encoded
-    numbers = np.arange(table.num_actions)
-    starts, ends = np.array(timeline.starts), np.array(timeline.ends)
-    users = np.flatnonzero(table.crosses)
-    makers, count = table.producer[users], len(users)
-    served = np.concatenate([numbers, users, makers])
-    first_half = numbers.copy()
-    first_half[table.pairs + 1] = table.pairs
-    cell = first_half[served]
-    key = 3 * cell + np.repeat([1, 0, 2], [len(numbers), count, count])
-    urgency = np.concatenate([numbers, ends[makers], starts[users]])
-    # Only a pair has two transfers on one side.
-    order = np.lexsort((urgency, key)) if len(table.pairs) else np.argsort(key)
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    receives, sends = place[len(numbers) :].reshape(2, -1)
-    mate = np.full(len(order), -1)
-    mate[receives], mate[sends] = sends, receives
-    device = table.device[served][order]
-    first = np.searchsorted(device, np.arange(table.num_devices + 1)).tolist()
-    return _Late(order, first, device, cell[order], mate, order >= len(numbers) + count)
+    columns = table.stage, table.kind, table.microbatch, table.producer, table.last_half
+    stage, kind, microbatch, producer, last_half = (column.tolist() for column in columns)
+    users = np.flatnonzero(table.crosses).tolist()
+    # By the last action of the cell that they are for.
+    receives, sends = defaultdict[int, list[Cell]](list), defaultdict[int, list[Cell]](list)
+    for user in sorted(users, key=lambda user: timeline.ends[producer[user]]):
+        receive = Action(stage[user], _BY_USER[kind[user]].receive, microbatch[user])
+        receives[last_half[user]].append(receive)
+    for user in sorted(users, key=timeline.starts.__getitem__):
+        maker = producer[user]
+        send = Action(stage[maker], _BY_USER[kind[user]].send, microbatch[maker])
+        sends[last_half[maker]].append(send)
+    rows: list[list[Cell]] = []
+    number = -1
+    for row in timeline.schedule.rows:
+        rows.append([])
+        for cell in (cell for cell in row if cell is not None):
+            number += len(parts(cell))
+            rows[-1] += (*receives.get(number, ()), cell, *sends.get(number, ()))
+    return timeline.schedule.with_rows(rows)
 
 
-def _early_in_cycles(late: _Late, timeline: Timeline) -> IntArray:
-    """The order of the actions in which a message of each cycle of devices that wait for each other
-    is received earlier: before the action at which its receiver waits.
-
-    Both sides of a transfer wait here until the other is reached.  Each transfer is passed once and
-    each cycle ends with one that is, so the work is that of the transfers and of the cycles.
+def _early_in_cycles(late: Schedule, timeline: Timeline) -> list[list[Cell]]:
+    """The rows in which a message of each cycle of devices that wait for each other is received
+    earlier: before the action at which its receiver waits.
     """
-    total = len(late.mate)
-    ready, wanted = _times(late, timeline)
+    table = late.encoded
+    own = ~table.of_kinds(TRANSFERS)
+    starts, ends = np.full((2, table.num_actions), np.inf)
+    starts[own], ends[own] = timeline.starts, timeline.ends
+    ready = ends[table.producer].tolist()  # of a SEND
+    # When the first compute action from there on starts in its row.
+    rows = [np.minimum.accumulate(starts[a:b][::-1])[::-1] for a, b in pairwise(table.first)]
+    wanted = np.concatenate([[], *rows]).tolist()
+    is_send, place = table.of_kinds(SENDS).tolist(), table.position.tolist()
     deadline = _deadlines(late, timeline)
-    is_send: list[bool] = late.sends.tolist()
-    mate: list[int] = late.mate.tolist()
-    other: list[int] = [*late.device[late.mate].tolist(), -1]  # device of the mate
-    # a head is `total` where a row is done
-    head, stop = late.first[:-1], late.first[1:]
-    passed = bytearray(late.mate < 0)  # compute holds nothing up
-    moved: list[int] = []
-    before: list[int] = []
+    left = [list(row) for row in late.rows]
+    early = defaultdict[tuple[int, int], list[Cell]](list)  # by device and place
 
-    def receive_early(cycle: Sequence[int]) -> int:
-        """Receive the cheapest SEND of a cycle early; its device can go on."""
-        least = 2 * total
-        for place, message in enumerate(cycle, 1 - len(cycle)):
-            waits = cycle[place]  # its receiver, at the next place
-            if is_send[message]:
-                price = total * (ready[message] > wanted[waits]) - deadline[waits]
-                if price < least:
-                    least, send, at = price, message, waits
-        passed[send] = passed[mate[send]] = True
-        moved.append(mate[send])
-        before.append(at)
-        return other[mate[send]]
+    def receive_early(cycle: Cycle) -> Wait:
+        """Receive the cheapest SEND of a cycle early, and go on without it."""
+        both = zip(cycle, (*cycle[1:], cycle[0]), strict=True)
+        send, receiver = min(
+            ((send, receiver) for send, receiver in both if is_send[send.at]),
+            key=lambda two: (ready[two[0].at] > wanted[two[1].at], -deadline[two[1].at]),
+        )
+        row, then = left[send.other], place[send.on]
+        early[send.other, place[receiver.at]].append(row[then])
+        row[then] = None
+        return send
 
-    runnable = list(range(len(head)))
-    while runnable:
-        device = runnable.pop()
-        at, end = head[device], stop[device]
-        while at < end:
-            there = -1 if passed[at] else head[other[at]]
-            if passed[at]:
-                at += 1
-            elif there == mate[at]:
-                passed[at] = passed[there] = True
-                runnable.append(other[at])
-            elif other[there] == device and not passed[there]:
-                # The most frequent cycle: two that wait for each other.
-                two = (at, there) if at < there else (there, at)
-                if (freed := receive_early(two)) != device:
-                    runnable.append(freed)
-            else:
-                break
-        head[device] = at if at < end else total
-        if not runnable and (at := min(head, default=total)) < total:
-            trail: dict[int, int] = {}
-            while at not in trail:
-                trail[at] = len(trail)
-                at = head[other[at]]
-            cycle = list(trail)[trail[at] :]
-            first = cycle.index(min(cycle))
-            runnable.append(receive_early(cycle[first:] + cycle[:first]))
-    # What is moved comes before others at its new place, in order of time.
-    place, turn = 2 * np.arange(total) + 1, np.zeros(total, np.int64)
-    place[moved], turn[moved] = 2 * np.array(before, np.int64), np.arange(len(moved))
-    return np.lexsort((turn, place))
+    run_order(table, Transfers.RENDEZVOUS, broken=receive_early)
+    return [
+        [each for n, cell in enumerate(row) for each in (*early.get((d, n), ()), cell) if each]
+        for d, row in enumerate(left)
+    ]
 
 
-def _times(late: _Late, timeline: Timeline) -> tuple[list[float], list[float]]:
-    """By the costs, for each action: when the message of a SEND is there, and when the first
-    compute action from there on starts in its row.
+def _deadlines(late: Schedule, timeline: Timeline) -> list[float]:
+    """Per action, the last lock-step in which it delays nothing, counted back from the end.
+
+    With time turned round, a SEND waits for its RECV, and may share its step.
     """
-    starts = np.where(late.mate < 0, np.array(timeline.starts)[late.cell], np.inf)
-    wanted = [np.minimum.accumulate(starts[a:b][::-1])[::-1] for a, b in pairwise(late.first)]
-    ends = np.array(timeline.ends)[late.cell]
-    return ends.tolist(), np.concatenate([[], *wanted]).tolist()
-
-
-def _deadlines(late: _Late, timeline: Timeline) -> list[int]:
-    """For each transfer, the last lock-step that delays nothing, counted back from the end."""
-    table = timeline.schedule.encoded
-    # All cells in an order in which they can run, each with its transfers.
-    turn = np.empty(table.num_actions, np.int64)
+    table, given = late.encoded, timeline.schedule.encoded
+    # Cells in an order in which they can run, each with its transfers.
+    turn = np.empty(given.num_actions, np.int64)
     turn[list(timeline.schedule.run_order(Transfers.ASYNC).order)] = np.arange(len(turn))
-    order = np.argsort(turn[table.last_half][late.cell], kind="stable")
-    order = order[late.mate[order] >= 0][::-1]
-    is_step = ~np.isin(late.number, table.pairs)
-    steps = np.concatenate([[0], np.cumsum(is_step)])
-    receive = np.where(late.sends, late.mate, -1)
-    deadline = [0] * len(is_step)
-    # What a deadline is beyond the steps up to there changes along a row only at its SENDs.
-    beyond = (-steps[late.first[1:]]).tolist()
-    columns = (column[order].tolist() for column in (steps[1:], late.device, receive))
-    for i, step, device, mate in zip(order.tolist(), *columns, strict=True):
-        if mate >= 0:
-            beyond[device] = min(beyond[device], deadline[mate] - step)
-        deadline[i] = beyond[device] + step
-    return deadline
+    is_receive = table.of_kinds(RECEIVES)
+    cell = np.cumsum(~table.of_kinds(TRANSFERS)) - 1 + is_receive
+    order = np.argsort(turn[given.last_half][cell], kind="stable")
+    mate = np.full(table.num_actions, -1)
+    mate[table.producer[is_receive]] = table.receives
+    is_step = (table.last_half == np.arange(table.num_actions)).astype(np.int64)
+    tasks = table.device, mate, np.full_like(mate, -1), is_step
+    loop = EventLoop(tasks, [0] * table.num_devices)
+    loop.run(order[::-1].tolist())
+    return [-start for start in loop.starts]
 
 
 _USERS = readers(Value.ACTIVATIONS)
