@@ -315,16 +315,15 @@ def plan_of(
     cheapest.  Those with the fewest predicates around collective actions come first: no CUDA
     graph holds a collective, so the host waits.
     """
-    rooms = rooms_of(schedule)
-    schedule = remove_gathers(schedule)
+    seconds, plain = costs or (COMMUNICATING if as_one else ASSUMED), remove_gathers(schedule)
+    table = simulate(plain, seconds).makespan
+    rooms, schedule = rooms_of(schedule), plain
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
     if rooms is not None:  # a W and the F after it may use one room in turn
         ways = [replace(ticks, rooms=rooms) for ticks in ways]
     elif any(followed(schedule, kinds).any() for kinds in (W_THEN_F, *F_THEN_PART)):
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
-    seconds = costs or (COMMUNICATING if as_one else ASSUMED)
     timed = [(plan.makespan_of(seconds), plan) for ticks in ways for plan in plans_of(ticks)]
-    table = simulate(schedule, seconds).makespan
     shortest = max(table, min(makespan for makespan, _ in timed))
     enough = shortest + Worth.of(shortest).nothing
     kept = [plan for makespan, plan in timed if makespan <= enough]

@@ -8,22 +8,19 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ScheduleError
 from ..program.ir import NOBODY, IntTable, Record, links_of
 from ..program.segments import JOINT, Block, Payload
 from ..table.clock import EventLoop
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
+from ..table.kinds import RUNS_FORWARD, Kind, kinds_where
 from ..table.order import waiting
 from ..table.schedule import Schedule
-from ..table.text import drawn
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
 
@@ -129,23 +126,6 @@ class Ticks:
         return used + -used % self.period
 
     @cached_property
-    def cells(self) -> tuple[tuple[Cell, ...], ...]:
-        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows
-        have length T.
-        """
-        rows: list[list[Cell]] = [[None] * self.num_ticks for _ in self.schedule.rows]
-        when = iter(self.when.tolist())
-        for device, _, action in self.schedule.actions():
-            tick = next(when)
-            other = rows[device][tick]
-            if other is None:
-                rows[device][tick] = action
-            else:  # a forward and a backward, whichever comes first in the row
-                assert isinstance(other, Action), "three actions in one tick"
-                rows[device][tick] = Overlap(*sorted((action, other), key=lambda a: a.kind))
-        return tuple(map(tuple, rows))
-
-    @cached_property
     def pairs(self) -> BoolArray:
         """`[tick, device]`: whether it runs a forward and a backward that may be one block."""
         return self.runs(RUNS_FORWARD) & self.runs(self.joint)
@@ -208,18 +188,14 @@ class Ticks:
         needs = [self.blocks[1][:, :, 0] > 0, self.transfers[1] < NO_TRANSFER]
         return equal_rows(np.concatenate(needs, axis=1))
 
-    def __str__(self) -> str:
-        ticks = [{t: str(cell) for t, cell in enumerate(row) if cell} for row in self.cells]
-        return drawn(ticks, ())
-
 
 def assign_ticks(schedule: Schedule) -> Ticks:
     """Put each cell in the first tick after its device's previous cell and after every producer on
     another device.
 
     This is the longest path through the table's order and data dependencies, so T is the least that
-    any lock-step program of this table can have.  Linear in the number of cells.  ScheduleError if
-    the table cannot run.
+    any lock-step program of this table, which `check` accepts, can have.  Linear in the number of
+    cells.
     """
     return _earliest(schedule, schedule.encoded.last_half)
 
@@ -292,7 +268,7 @@ def _earliest(
 
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
-    table, order = schedule.encoded, _run_order(schedule)
+    table, order = schedule.encoded, schedule.run_order(Transfers.ASYNC).order
     need, together = waiting(table, Transfers.ASYNC)
     # A tick each, and none for what the next of its row shares its tick with.
     duration = (ends == np.arange(table.num_actions)).astype(np.int64)
@@ -311,18 +287,3 @@ def _in_turn(
             begin = loop.begin(i)
             loop.free[loop.device[i]] = begin + (turns[i] - begin) % period
         yield i
-
-
-def _run_order(schedule: Schedule) -> Sequence[int]:
-    """An order of the actions in which each comes after all it needs; ScheduleError where there is
-    none.
-    """
-    found = schedule.run_order(Transfers.ASYNC)
-    if found.cycles:
-        table = schedule.encoded
-        every = chain.from_iterable(found.cycles)
-        stuck = [f"{table.text(wait.at)} on device {wait.device}" for wait in every]
-        raise ScheduleError(
-            f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it"
-        )
-    return found.order

@@ -23,7 +23,6 @@ from ..table.kinds import (
     kinds_where,
     makers,
     parts,
-    readers,
 )
 from ..table.schedule import Schedule
 
@@ -36,7 +35,7 @@ _FORWARDS = (
 @typed()
 def remove_transfers(schedule: Schedule) -> Schedule:
     """The compute-only table: without SEND and RECV, everything else as it is."""
-    return _without(schedule, TRANSFERS)
+    return without_kinds(schedule, TRANSFERS)
 
 
 @typed()
@@ -48,9 +47,7 @@ def remove_gathers(schedule: Schedule) -> Schedule:
     >>> print(remove_gathers(jp.Schedule.from_csv("0UNSHARD,0F0,0RESHARD")).to_csv(), end="")
     0F0
     """
-    if schedule.encoded.kinds.isdisjoint(BESIDE):
-        return schedule
-    return _without(schedule, BESIDE)
+    return without_kinds(schedule, BESIDE)
 
 
 @typed()
@@ -63,7 +60,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     """
     if schedule.encoded.recomputes:
         refuse_gathers(schedule, "take R out without them, since R may begin a run")
-    return _without(schedule, RECOMPUTE)
+    return without_kinds(schedule, RECOMPUTE)
 
 
 @typed()
@@ -75,23 +72,17 @@ def remove_spread(schedule: Schedule) -> Schedule:
     >>> print(remove_spread(jp.Schedule.from_csv("0F0,0L0,0B0")).to_csv(), end="")
     0F0,0B0
     """
-    return _without(schedule, SHARES)
+    return without_kinds(schedule, SHARES)
 
 
 def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
-    """The table without these kinds, without kinds that read only their values (late parts of
-    shares), and without idle cells.
-    """
-    shared = (KINDS[kind] for kind in kinds if KINDS[kind].is_collective)
-    made = (value for spec in shared for value in spec.makes)
-    table = _without(schedule, {*kinds, *(late for value in made for late in readers(value))})
-    return table.with_rows([[c for c in row if c is not None] for row in table.rows])
-
-
-def _without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
+    """The table without these kinds, and without the late parts of the shares among them."""
+    gone = {*kinds, *kinds_where(lambda spec: spec.part_of in kinds)}
+    if schedule.encoded.kinds.isdisjoint(gone):
+        return schedule
     return schedule.with_rows(
         [
-            [c for c in row if not isinstance(c, Action) or c.kind not in kinds]
+            [c for c in row if not isinstance(c, Action) or c.kind not in gone]
             for row in schedule.rows
         ]
     )
@@ -199,7 +190,7 @@ def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
     if delayed:
         refuse_gathers(schedule, "merge without them, since W may be the only one of its run")
     passes: set[tuple[int, int]] = set()
-    busy = without_kinds(schedule, ())
+    busy = schedule.with_rows([[c for c in row if c is not None] for row in schedule.rows])
     for row in busy.rows:
         waiting: set[tuple[int, int]] = set()  # each I with which a W may merge
         for cell in row:
