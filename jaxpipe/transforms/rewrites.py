@@ -10,7 +10,6 @@ from dataclasses import replace
 from ..errors import ScheduleError, typed
 from ..table.kinds import (
     BESIDE,
-    KINDS,
     RECOMPUTE,
     SHARES,
     TRANSFERS,
