@@ -5,13 +5,12 @@ from __future__ import annotations
 import enum
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from string import Template
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, typed
-from ..table.kinds import KINDS, Kind, Shades, parts
+from ..table.kinds import KINDS, Kind, parts
 from ..table.text import microbatch_label, parse_cell
 from .chart import COLUMNS, PAD, Bar, BarPart, Box, Chart, costs_of, number
 
@@ -31,16 +30,9 @@ class Theme(enum.Enum):
     AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class Palette:
-    """The colours of one theme."""
-
-    colours: dict[str, str]
-    shades: dict[Kind, Shades]  # the colours of the first and of the last chunk
-
-
+LIGHT, DARK = range(2)
 # On a light page, and on a dark one.
-_COLOURS = {
+COLOURS = {
     "page": ("#ffffff", "#12161c"),
     "text": ("#1b1f24", "#e6eaf0"),
     "muted": ("#667080", "#95a0b0"),
@@ -51,13 +43,8 @@ _COLOURS = {
     "critical": ("#d7263d", "#ff5d6c"),
     "memory": ("#9aa5b4", "#5f6c7d"),
 }
-LIGHT, DARK = (
-    Palette(
-        {name: colours[page] for name, colours in _COLOURS.items()},
-        {spec.kind: spec.shades[page] for spec in KINDS if spec.shades is not None},
-    )
-    for page in range(2)
-)
+# Likewise, the colours of the first and of the last chunk.
+SHADES = {spec.kind: spec.shades for spec in KINDS if spec.shades is not None}
 # A class of the drawing and its style a line; $page is a colour.
 _STYLE = """
  font-family:ui-sans-serif,system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;fill:$text
@@ -102,16 +89,16 @@ def to_svg(
     '<svg'
     """
     chart = Chart(timeline, width, memory, title)
-    light, dark = (style(palette, chunks=chart.shades) for palette in (LIGHT, DARK))
+    light, dark = (style(page, chunks=chart.shades) for page in (LIGHT, DARK))
     both = f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
     sheet = {Theme.LIGHT: light, Theme.DARK: dark, Theme.AUTO: both}[theme]
     return draw(chart, critical_path=critical_path, sheet=sheet)
 
 
-def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
+def shade(page: int, kind: Kind, *, chunk: int, chunks: int) -> str:
     """The colour of a kind's chunk, from the first chunk's to the last chunk's."""
     at = chunk / (chunks - 1) if chunks > 1 else 0.0
-    one, other = (bytes.fromhex(colour[1:]) for colour in palette.shades[kind])
+    one, other = (bytes.fromhex(colour[1:]) for colour in SHADES[kind][page])
     mixed = (round(a + (b - a) * at) for a, b in zip(one, other, strict=True))
     return f"#{bytes(mixed).hex()}"
 
@@ -123,13 +110,14 @@ def ink_on(colour: str) -> str:
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
 
 
-def style(palette: Palette, *, chunks: int, within: str = "") -> str:
+def style(page: int, *, chunks: int, within: str = "") -> str:
     """CSS for the classes that the drawing uses, each selector of drawings `within` another."""
-    sheet = Template(_STYLE.strip("\n")).substitute(palette.colours)
+    colours = {name: own[page] for name, own in COLOURS.items()}
+    sheet = Template(_STYLE.strip("\n")).substitute(colours)
     rules = [line.split(" ", 1) for line in sheet.splitlines()]
-    for kind in palette.shades:
+    for kind in SHADES:
         for chunk in range(chunks):
-            colour = shade(palette, kind, chunk=chunk, chunks=chunks)
+            colour = shade(page, kind, chunk=chunk, chunks=chunks)
             rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
             rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
     named = ((f"{within}{SCOPE} {name}".rstrip(), body) for name, body in rules)

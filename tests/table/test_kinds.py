@@ -13,7 +13,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import Kind
 from jaxpipe.engine.costs import StageCosts
-from jaxpipe.render.svg import DARK, LIGHT
+from jaxpipe.render.svg import DARK, LIGHT, SHADES
 from jaxpipe.table.kinds import (
     BESIDE,
     COMPUTE,
@@ -64,9 +64,9 @@ def test_each_time_and_colour_is_declared_for_what_takes_time():
         field.name for field in fields(jp.Costs)
     }
     assert kinds_where(lambda spec: spec.cost) == timed
-    for palette in (LIGHT, DARK):
-        assert tuple(palette.shades) == timed
-        assert len(set(palette.shades.values())) == len(timed)
+    assert tuple(SHADES) == timed
+    for page in (LIGHT, DARK):
+        assert len({shades[page] for shades in SHADES.values()}) == len(timed)
 
 
 def named_kinds(path: Path) -> set[str]:

@@ -18,7 +18,7 @@ from golden import check_golden
 import jaxpipe as jp
 from jaxpipe.render import Theme, to_html, to_svg, to_trace
 from jaxpipe.render.chart import BarPart, Chart, bars_of, number, title_of
-from jaxpipe.render.svg import DARK, LIGHT, MOST_ELEMENTS, ink_on, shade
+from jaxpipe.render.svg import COLOURS, DARK, LIGHT, MOST_ELEMENTS, SHADES, ink_on, shade
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -255,8 +255,8 @@ def test_transfers_are_thin_strips():
 )
 def test_themes(theme, light, dark):
     sheet = ElementTree.fromstring(to_svg(timeline(), theme=theme)).find(f"{SVG}style").text
-    assert (f".page{{fill:{LIGHT.colours['page']}" in sheet) is light
-    assert (f".page{{fill:{DARK.colours['page']}" in sheet) is dark
+    assert (f".page{{fill:{COLOURS['page'][LIGHT]}" in sheet) is light
+    assert (f".page{{fill:{COLOURS['page'][DARK]}" in sheet) is dark
     assert ("prefers-color-scheme:dark" in sheet) is (theme is Theme.AUTO)
 
 
@@ -266,14 +266,10 @@ def luminance(colour):
     return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-@pytest.mark.parametrize("palette", [LIGHT, DARK])
+@pytest.mark.parametrize("page", [LIGHT, DARK])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
-def test_colours_differ_and_numbers_can_be_read(palette, chunks):
-    colours = [
-        shade(palette, kind, chunk=v, chunks=chunks)
-        for kind in palette.shades
-        for v in range(chunks)
-    ]
+def test_colours_differ_and_numbers_can_be_read(page, chunks):
+    colours = [shade(page, kind, chunk=v, chunks=chunks) for kind in SHADES for v in range(chunks)]
     assert len(set(colours)) == len(colours)
     for colour in colours:
         low, high = sorted((luminance(colour), luminance(ink_on(colour))))
