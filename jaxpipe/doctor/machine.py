@@ -276,14 +276,16 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     spec = PartitionSpec(axis)
     width, dtype = (128, jnp.float32) if target.on_cpus else (4096, jnp.bfloat16)
     sharding = NamedSharding(mesh, spec)
-    overlap = _overlap(
-        lambda w: _matmuls(w[0])[None],
+    send = jax.shard_map(
         lambda x: lax.ppermute(x, axis, forward),
-        jnp.full((count, width, width), 0.01, dtype, device=sharding),
-        jnp.full((count, size // 4), 0.01, jnp.float32, device=sharding),
-        scope.repeats,
-        partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
     )
+    w = jnp.full((count, width, width), 0.01, dtype, device=sharding)
+    x = jnp.full((count, size // 4), 0.01, jnp.float32, device=sharding)
+    overlap = _overlap(send, w, x, scope.repeats)
     lines = (judge_hops(alone, size, target), judge_overlap(overlap, target))
     return Findings(lines, {"hop": statistics.median(alone.values()), "sent": _lost(overlap)})
 
@@ -310,30 +312,20 @@ def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
     return judged("hops", text, equal, "; ".join(advice), slow=advice)
 
 
-def _matmuls(w: jax.Array) -> Any:
-    return lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ w), w)
-
-
 def _overlap(
-    work: Callable[[jax.Array], object],
-    transfer: Callable[..., object],
-    w: jax.Array,
-    x: object,
-    repeats: int,
-    mapped: Callable[[Callable[..., object]], Any] = lambda function: function,
+    transfer: Callable[..., object], w: jax.Array, x: object, repeats: int
 ) -> dict[str, float]:
-    """The seconds of work, of a transfer ("hop"), and of both in one program.
-
-    Args:
-        work, transfer: functions of `w` and of `x`.
-        w, x: arrays.
-        repeats: of timed calls.
-        mapped: what is compiled, of a function of one device.
+    """The seconds of matmuls of `w`, on the devices that have it, of a transfer of `x` ("hop"), and
+    of both in one program.
     """
+
+    def work(w: jax.Array) -> Any:
+        return lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ w), w)
+
     calls = {
-        "compute": partial(jax.jit(mapped(work)), w),
-        "hop": partial(jax.jit(mapped(transfer)), x),
-        "both": partial(jax.jit(mapped(lambda w, x: (work(w), transfer(x)))), w, x),
+        "compute": partial(jax.jit(work), w),
+        "hop": partial(jax.jit(transfer), x),
+        "both": partial(jax.jit(lambda w, x: (work(w), transfer(x))), w, x),
     }
     return timed(calls, repeats)
 
@@ -402,7 +394,7 @@ def host_copies(scope: Scope, mesh: Mesh) -> Findings:
     arrays = copied(here)
     at("copies to the host")
     w = jnp.full((8192, 8192), 0.01, jnp.bfloat16, device=here)
-    seconds = _overlap(_matmuls, moved, w, arrays, scope.repeats)
+    seconds = _overlap(moved, w, arrays, scope.repeats)
     at("what the copies hold")
     same = are_moved(arrays, jax.jit(moved)(arrays))
     return Findings((judge_copies(seconds, sum(each.nbytes for each in arrays), same=same),))

@@ -239,8 +239,7 @@ def step_of(
         microbatches=MICROBATCHES,
         chunks=chunks,
     )
-    memory = Memory(accumulate=jnp.float32)
-    pipe = Pipeline(MODEL, schedule, mesh, memory=memory, costs=costs)
+    pipe = Pipeline(MODEL, schedule, mesh, costs=costs)
     return pipe, {"stages": weights, "last": {}}, {"x": x, "y": x}
 
 
