@@ -34,8 +34,7 @@ from .model.functions import with_aux
 from .model.model import Model
 from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
 from .prices import read_prices
-from .spmd.emit import SpmdExecutor
-from .spmd.traced import TracedStep
+from .spmd.emit import EmittedStep, SpmdExecutor
 from .spmd.xla import features_of, options_for
 from .stage.setup import Clock
 from .steps import HELD, Cache, Call, Compiled, Executor, StepRunner, hide_beyond, key_of
@@ -407,7 +406,7 @@ class Pipeline:
         rng: Rng = None,
         state: ChunkState = (),
         clock: Clock | None = None,
-    ) -> TracedStep:
+    ) -> EmittedStep:
         """Trace the step that `lower` lowers: what the tools of `jaxpipe.inspect` start from.
 
         Every block calls `clock` on the host at its begin and at its end.
@@ -428,7 +427,7 @@ class Pipeline:
             params, batch, rng, state, _ = arguments
             keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
             function = self.jit(step).trace(params, batch, **keywords)
-        assert isinstance(found, TracedStep), "a step without one program is refused"
+        assert isinstance(found, EmittedStep), "a step without one program is refused"
         return replace(found, function=function)
 
     # Compiling
