@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -244,12 +245,8 @@ class CodePlace:
         return next((frame for frame in self.frames if frame.trips is not None), None)
 
 
-_ISSUED = {
-    "while": ("condition", "body"),
-    "conditional": ("branches",),
-    "call": ("to_apply", "calls"),
-    "async-start": ("to_apply", "calls"),
-}
+# Others, such as fusions and reductions, are kernels with what they call.
+_ISSUING = ("while", "conditional", "call", "async-start")
 
 
 def inner(module: Module, instruction: Instruction) -> Iterator[CodePlace]:
@@ -259,8 +256,8 @@ def inner(module: Module, instruction: Instruction) -> Iterator[CodePlace]:
         frames = (Frame(instruction, module.trip_count(instruction)),)
     elif instruction.opcode == "conditional":
         frames = (Frame(instruction, None),)
-    for role in _ISSUED.get(instruction.opcode, ()):
-        for name in instruction.called.get(role, ()):
+    if instruction.opcode in _ISSUING:
+        for name in chain.from_iterable(instruction.called.values()):
             yield CodePlace(module.computations[name], frames)
 
 
