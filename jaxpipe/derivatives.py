@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -23,6 +23,11 @@ _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
     "jax.grad and jax.value_and_grad know, "
     "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
+)
+_BY_PARAMETERS = (
+    "Pipeline.loss has a gradient by the parameters alone, but {} depend on what is "
+    "differentiated: compute them in `first`, from its parameters, or put jax.lax.stop_gradient "
+    "around them"
 )
 _ONCE = (
     "Pipeline.loss is differentiated twice in reverse, but a step is reversed by its table, once: "
@@ -50,6 +55,24 @@ batching.defvectorized(_once)
 mlir.register_lowering(_once, lambda _, x: [x])
 
 
+def _constant(given: StepArguments, text: str) -> StepArguments:
+    """The same arguments; PipelineError where JAX differentiates by some of them, with their paths
+    in the place of {} in the text.
+    """
+
+    @jax.custom_jvp
+    def same(given: StepArguments) -> StepArguments:
+        return given
+
+    def refuse(given: tuple[StepArguments], tangents: tuple[StepArguments]) -> NoReturn:
+        leaves = by_path(tangents[0]).items()
+        moving = (path for path, leaf in leaves if not isinstance(leaf, SymbolicZero))
+        raise PipelineError(text.format(", ".join(moving)))
+
+    same.defjvp(refuse, symbolic_zeros=True)
+    return same(given)
+
+
 def differentiable_loss(
     value: RunStep, step: RunStep, replaced: Callable[[Params], ByPart]
 ) -> RunStep:
@@ -62,40 +85,33 @@ def differentiable_loss(
     """
 
     @jax.custom_vjp
-    def results(given: StepArguments) -> dict[str, Any]:
-        return value(given)[0]
+    def results(params: Params, others: StepArguments) -> dict[str, Any]:
+        return value(others._replace(params=params))[0]
 
-    def forward(given: StepArguments) -> tuple[dict[str, Any], tuple[Params, Params]]:
-        PipelineError.refuse(
-            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
-            "differentiated (compute them in `first`, from its parameters, or put "
-            "jax.lax.stop_gradient around them)",
-            _moving(given._replace(params={})),
-        )
-        plain = _plain(given)
-        found, grads = step(plain)
+    def forward(
+        params: Params, others: StepArguments
+    ) -> tuple[dict[str, Any], tuple[Params, Params]]:
+        found, grads = step(others._replace(params=params))
         # Under a second reverse, JAX would name a loop of the program.
         grads = jax.tree.map(_once.bind, grads)
-        return {**found, "loss": _once.bind(found["loss"])}, (plain.params, grads)
+        return {**found, "loss": _once.bind(found["loss"])}, (params, grads)
 
-    def backward(kept: tuple[Params, Params], cotangents: dict[str, Any]) -> tuple[StepArguments]:
-        params, grads = kept
-        outside = cotangents["loss"]
-
+    def backward(kept: tuple[Params, Params], cotangents: dict[str, Any]) -> tuple[Params, None]:
         def scaled(param: jax.Array, grad: jax.Array | None, is_next: bool) -> jax.Array | None:
-            if grad is None or isinstance(outside, SymbolicZero):
+            if grad is None:
                 return None  # zeros
-            found = grad if is_next else grad * jnp.asarray(outside, grad.dtype)
+            found = grad if is_next else grad * jnp.asarray(cotangents["loss"], grad.dtype)
             return on_mesh_of(param, found.astype(param.dtype))
 
-        own = jax.tree.map(scaled, params, grads, replaced(params))
-        return (StepArguments(own, batch=None, state=None),)
+        params, grads = kept
+        return jax.tree.map(scaled, params, grads, replaced(params)), None
 
-    results.defvjp(forward, backward, symbolic_zeros=True)
+    results.defvjp(forward, backward)
 
     def run(given: StepArguments) -> StepResults:
+        others = _constant(given._replace(params={}), _BY_PARAMETERS)
         try:
-            found = results(given)
+            found = results(given.params, others)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -108,34 +124,7 @@ def differentiable_loss(
 def without_gradient(run: RunStep, call: str) -> RunStep:
     """The run of a call, which raises PipelineError where JAX differentiates it."""
 
-    guarded = jax.custom_vjp(run)
+    def constant(given: StepArguments) -> StepResults:
+        return run(_constant(given, _NO_GRADIENT.format(call)))
 
-    def forward(given: StepArguments) -> tuple[StepResults, None]:
-        if _moving(given):
-            raise PipelineError(_NO_GRADIENT.format(call))
-        return run(_plain(given)), None
-
-    def backward(_kept: None, _cotangents: object) -> NoReturn:
-        raise AssertionError("nothing that moves went in")
-
-    guarded.defvjp(forward, backward, symbolic_zeros=True)
-    return guarded
-
-
-def _is_primal(node: object) -> bool:
-    return isinstance(node, CustomVJPPrimal)
-
-
-def _plain(given: StepArguments) -> StepArguments:
-    """The values of arguments of a forward under differentiation."""
-    plain: StepArguments = jax.tree.map(
-        lambda leaf: leaf.value if _is_primal(leaf) else leaf, given, is_leaf=_is_primal
-    )
-    return plain
-
-
-def _moving(given: StepArguments) -> list[str]:
-    """The paths of leaves that depend on the differentiated values, and can have a gradient."""
-    leaves = by_path(given, _is_primal).items()
-    moving = {path: leaf.value for path, leaf in leaves if _is_primal(leaf) and leaf.perturbed}
-    return [path for path, v in moving.items() if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]
+    return constant
