@@ -128,33 +128,19 @@ class Replacements:
         rules = self._all(path)
         if not rules:
             return []
-        what = f"{path} is in replaced=, but"
-        found = []
-        if frozen:
-            found.append(
-                f"{what} in frozen= too: a frozen leaf keeps its value; take it out of one"
-            )
-        if len(rules) > 1:
-            found.append(
-                f"{what} found by several expressions with unlike rules; leave one of them"
-            )
-        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-            found.append(
-                f"{what} is {dtype}, in which there is no gradient to add; keep it in float32"
-            )
-        if spread:
-            found.append(
-                f"{what} its function is spread over all devices, each of which would have a part "
-                "of its value; take jaxpipe.spread off, or the leaf out of the function"
-            )
         is_max = any(rule.microbatches is Replaced.MAX for rule in rules)
-        if is_max and path.partition("/")[0] == "shared":
-            found.append(
-                f"{what} it is shared, and JAX adds what its uses in a microbatch give, so that "
-                "the greatest of them is lost; give each stage a leaf of its own, or take "
-                "Replaced.SUM, MEAN or LAST"
-            )
-        return found
+        no_gradient = not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2
+        whys = {
+            "in frozen= too: a frozen leaf keeps its value; take it out of one": frozen,
+            "found by several expressions with unlike rules; leave one of them": len(rules) > 1,
+            f"is {dtype}, in which there is no gradient to add; keep it in float32": no_gradient,
+            "its function is spread over all devices, each of which would have a part of its "
+            "value; take jaxpipe.spread off, or the leaf out of the function": spread,
+            "it is shared, and JAX adds what its uses in a microbatch give, so that the greatest "
+            "of them is lost; give each stage a leaf of its own, or take Replaced.SUM, MEAN or "
+            "LAST": is_max and path.partition("/")[0] == "shared",
+        }
+        return [f"{path} is in replaced=, but {why}" for why, holds in whys.items() if holds]
 
 
 def in_microbatches(
@@ -192,16 +178,12 @@ def _repeated_forward(leaf: Array, rule: Replacement, count: int) -> tuple[Array
 
 def _combined(rule: Replacement, count: int, _: None, values: Array) -> tuple[Array]:
     own = summable(values)
-    match rule.microbatches:
-        case Replaced.LAST:
-            found = own[-1]
-        case Replaced.MAX:
-            found = jnp.max(own, axis=0)
-        case Replaced.MEAN:
-            found = jnp.mean(own, axis=0)
-        case Replaced.SUM:
-            found = jnp.sum(own, axis=0)
-    return (found.astype(values.dtype),)
+
+    def add(number: Array, total: Array) -> Array:
+        return rule.add(total, own[number], number == count - 1)
+
+    total = lax.fori_loop(0, count, add, rule.empty(own.shape[1:], own.dtype))
+    return (rule.next_value(total, count).astype(values.dtype),)
 
 
 _repeated.defvjp(_repeated_forward, _combined)
