@@ -373,11 +373,6 @@ class Sharding:
                 "the stage axis out)"
             ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
-        if odd := [name for name in named if not isinstance(name, str)]:
-            return [
-                f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or "
-                "None"
-            ]
         for name in dict.fromkeys(named):
             if name not in mesh:
                 why = f"an axis {name!r} that the mesh does not have; its axes are {mesh}"

@@ -100,7 +100,7 @@ def test_all_faults_of_specs_are_listed() -> None:
         (PartitionSpec(("tensor", "data"), "tensor"), "names 'tensor' more than once"),
         (
             PartitionSpec(PartitionSpec.UNCONSTRAINED),
-            "an entry is a mesh axis, a tuple of them, or None",
+            "names an axis UNCONSTRAINED that the mesh does not have",
         ),
     ],
 )
