@@ -352,8 +352,7 @@ class _NonfiniteSearch:
 
     def _wants(self, call: _FunctionCall) -> frozenset[str]:
         """The arguments of the function that differ by microbatch or stage."""
-        stages = self.functions.stages
-        return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
+        return self.functions.wants(call.stage) if call.function == "stage" else OUTER_WANTS
 
     def _extra(self, call: _FunctionCall, given: _Operands) -> Extra:
         """The further arguments of the function in the step."""

@@ -222,7 +222,7 @@ class _Shard:
             y, returned, vjp = self._stage(step)
             if not isinstance(returned.loss, tuple):
                 self.losses[microbatch] += returned.loss
-            if "state" in self.functions.stages[number].wants_arrays:
+            if "state" in self.functions.wants(number):
                 self.state[number] = returned.state
             carry, rows = returned.carried or (None, None)
             passed = {Place.SENT_X: y, Place.CARRY: carry, Place.BUFFER: rows}
@@ -282,8 +282,8 @@ class _Shard:
         stage, params, x = step.stage, self._of(step.stage), step.held[Place.X]
         function = self.functions.stages[stage]
         run = partial(self.functions.run_stage, stage)
-        extra = self._extra(By.STAGE, stage, step.microbatch, function.wants_arrays)
-        if "state" in function.wants_arrays:
+        extra = self._extra(By.STAGE, stage, step.microbatch, self.functions.wants(stage))
+        if "state" in self.functions.wants(stage):
             extra["state"] = self.before[stage, step.microbatch]
             if self.setup.training and step.microbatch == 0:
                 trained = [use.trained for use in self._uses(stage)]

@@ -27,7 +27,6 @@ from .model.arguments import (
     donated_faults,
     key_faults,
     rematerialised,
-    staged,
 )
 from .model.calls import Cuts
 from .model.functions import with_aux
@@ -122,14 +121,14 @@ class Pipeline:
         splits = sharding.fsdp is not None and mesh.shape[sharding.fsdp] > 1
         schedule = with_rooms(schedule, None) if splits else remove_gathers(schedule)
         in_turn = splits and rooms_of(with_rooms(schedule, sharding.max_active)) is not None
-        stages, layers = staged(model, schedule.placement, layout, in_turn=in_turn)
-        self.layout = ParamLayout.of(schedule.placement, stages, layers, model.stages)
-        functions = model.functions(rematerialised(stages, memory.remat))
-        self.functions = replace(functions, slices=schedule.slices)
+        functions, layers = model.staged(schedule.placement, layout, in_turn=in_turn)
+        self.layout = ParamLayout.of(schedule.placement, functions.stages, layers, model.stages)
+        stages = rematerialised(functions.stages, memory.remat)
+        self.functions = replace(functions, stages=stages, slices=schedule.slices)
         spread = [key for key in ("first", "last") if functions.spreads(key)]
         schedule = with_shares(schedule, costs, spread)
         self.schedule = with_rooms(schedule, sharding.max_active) if splits else schedule
-        cuts, alike = Cuts(schedule.num_devices, model.cuts(stages)), bool(rooms_of(self.schedule))
+        cuts, alike = Cuts(schedule.num_devices, functions.cuts), bool(rooms_of(self.schedule))
         self.partition = Partition(
             self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced, alike
         )

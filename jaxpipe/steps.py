@@ -25,7 +25,7 @@ from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.rooms import rooms_of
 from .lowering.target import Target
-from .model.arguments import StepArguments, key_faults, scale_faults
+from .model.arguments import StepArguments, scale_faults
 from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
 from .model.functions import Functions
 from .model.layers import with_outer
@@ -175,7 +175,7 @@ class StepRunner:
         if call is Call.OUTPUTS:
             functions = functions.returning_outputs()
             if isinstance(batch, Positioned):
-                functions = functions.with_cache(batch.room)
+                functions = replace(functions, room=batch.room)
         else:
             self.check_last(call.value)
         if training and self.schedule.forward_only:
@@ -184,7 +184,7 @@ class StepRunner:
                 "schedule with backwards"
             )
         plans, own = self.check(given, whole=training), self.partition
-        functions = functions.over(own.axis, own.sizes(plans))
+        functions = replace(functions, axis=own.axis, sizes=own.sizes(plans))
         plan = self.plan if training else self._forward_plan(call, batch)
         if plan.ticks.rooms is not None:
             faults = room_faults(given.params["stages"], "parameters", "place")
@@ -219,7 +219,7 @@ class StepRunner:
         schedule.
         """
         table, layout = self.schedule, self.partition.layout
-        params, batch, rng, state, scale = given
+        params, batch, _, state, scale = given
         cached = isinstance(batch, Positioned)
         batch = batch.batch if cached else batch
         count = self.sequences if whole or cached else 1
@@ -230,7 +230,6 @@ class StepRunner:
                 batch, count, data_shards=self.partition.data_size, whole=self.functions.whole
             ),
             *time_faults(batch, table.slices, self.functions.time),
-            *key_faults(rng),
             *scale_faults(scale),
             *state_faults(state, layout, "caches" if cached else own, self.partition.data_size),
         ]
@@ -252,8 +251,8 @@ class StepRunner:
         PipelineError.refuse("there is no cache for this batch", faults)
         plans = self.check(StepArguments(params, batch))
         own, stages = self.partition, range(self.schedule.num_stages)
-        functions = replace(self.functions, training=False).with_cache(length)
-        functions = functions.over(own.axis, own.sizes(plans))
+        functions = replace(self.functions, axis=own.axis, sizes=own.sizes(plans))
+        functions = replace(functions, training=False, room=length)
 
         def carried(params: Params, batch: PyTree) -> PyTree:
             rows = functions.split(batch, self.schedule.num_microbatches)

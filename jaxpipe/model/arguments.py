@@ -1,5 +1,5 @@
-"""Read the arguments of `Pipeline`, of its steps and of calls with a cache, refuse them with every
-fault named, and cut the model into stages; what an optimizer does with placed arrays.
+"""The arguments of a step, their faults and those of costs; and models under policies of
+`jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import LossScale, Params, PyTree, Rng, without_numpy
+from ..arrays import LossScale, Params, PyTree, Rng, described, is_key, without_numpy
 from ..engine.costs import Costs
-from ..errors import PipelineError, quoted
-from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
-from ..table.placement import Placement
+from ..errors import PipelineError, is_number, quoted
 from ..table.schedule import Schedule
 from .batch import Positioned
 from .calls import Function, UserFunction
-from .functions import Ledger
-from .layers import EMBEDDING, LOSS, LayerMap
+from .ledger import Ledger
 from .model import Model
 
 
@@ -41,13 +38,13 @@ _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
 def rematerialised(
     stages: Sequence[Function], remat: str | Callable[..., bool] | None
-) -> list[Function]:
+) -> tuple[Function, ...]:
     """The stages under `jax.checkpoint`; equal ones stay equal."""
     if remat is None:
-        return list(stages)
+        return tuple(stages)
     policy = None if isinstance(remat, str) else remat
     changed = {f: replace(f, call=_checkpointed(f.call, policy)) for f in stages}
-    return [changed[function] for function in stages]
+    return tuple(changed[function] for function in stages)
 
 
 def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
@@ -102,57 +99,12 @@ def check_costs(costs: Costs | None, schedule: Schedule) -> None:
     costs.for_stages(schedule.num_stages)
 
 
-def staged(
-    model: Model, placement: Placement, layout: str | Layout | None, *, in_turn: bool = False
-) -> tuple[tuple[Function, ...], LayerMap | None]:
-    """The function of each stage, and the layers of each where the model is given by letters;
-    PipelineError where they do not fit.  `in_turn`: see `LayerMap.of`.
-    """
-    if model.layers is not None:
-        layers = LayerMap.of(_layout(model, placement, layout), placement, in_turn=in_turn)
-        return layers.functions(model.stages, has_loss=model.stage_loss), layers
-    if layout is not None:
-        raise PipelineError(
-            "layout= says which layers each stage has, but the model is not given by letters; "
-            'write jaxpipe.Model({"t": layer, ...}, layers="..."), or leave layout= out'
-        )
-    return tuple(model.stage_functions(placement.num_stages)), None
-
-
-def _layout(model: Model, placement: Placement, layout: str | Layout | None) -> Layout:
-    """The layers of each stage: as given, or as many on each stage where they divide."""
-    assert model.layers is not None
-    # Each stage is where the table says: some devices of a user's own table have more than others.
-    divides = placement.num_stages % placement.num_devices == 0
-    devices = placement.num_devices if divides else 1
-    if layout is None:
-        costs = [float(letter not in (EMBEDDING, LOSS)) for letter in model.layers]
-        try:
-            pieces = split_layers(costs, stages=placement.num_stages)
-        except LayoutError as error:
-            raise PipelineError(
-                f"the layers {model.layers!r} cannot be split evenly: {error}; give layout=, the "
-                "layers of each stage"
-            ) from error
-        layout = Layout(tuple(model.layers[r.start : r.stop] for r in pieces), devices)
-    elif isinstance(layout, str):
-        letters = "".join(sorted({*LETTERS, *model.stages}))
-        layout = parse_layout(layout, devices=devices, letters=letters)
-    if layout.layers != model.layers:
-        raise PipelineError(
-            f"the layout {str(layout)!r} has other layers than the model, whose layers are "
-            f"{model.layers!r}; give each layer of the model to one stage, in model order"
-        )
-    return layout
-
-
 def key_faults(rng: Any) -> list[str]:
     """Faults of the step's key."""
-    dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if rng is None or (typed and not shape) or (dtype == np.uint32 and len(shape) == 1):
+    words, shape = getattr(rng, "dtype", None) == np.uint32, np.shape(rng)
+    if rng is None or (is_key(rng) and not shape) or (words and len(shape) == 1):
         return []
-    if typed:
+    if is_key(rng):
         return [f"rng holds {shape} keys, but a step takes one; give one of them"]
     number = rng if isinstance(rng, int) else 0
     return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
@@ -160,15 +112,11 @@ def key_faults(rng: Any) -> list[str]:
 
 def scale_faults(scale: Any) -> list[str]:
     """Faults of the factor of the loss."""
-    dtype: Any = getattr(scale, "dtype", None)
-    if dtype is None:
-        is_real = scale is None or isinstance(scale, int | float)
-    else:
-        kinds = (jnp.floating, jnp.integer)
-        is_real = not np.shape(scale) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
-    if is_real:
+    is_array, kinds = hasattr(scale, "dtype"), (jnp.floating, jnp.integer)
+    is_real = is_array and any(jnp.issubdtype(scale.dtype, kind) for kind in kinds)
+    if scale is None or is_number(scale) or (is_real and not np.shape(scale)):
         return []
-    what = quoted(scale) if dtype is None else f"{dtype}{list(np.shape(scale))}"
+    what = described(scale) if is_array else quoted(scale)
     return [f"scale must be a number or a scalar array, a factor of the loss, not {what}"]
 
 

@@ -35,6 +35,7 @@ from ..arrays import (
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
 from .keys import Keys
+from .ledger import Ledger
 from .settings import axes_of, holds
 
 # What a user gives: a stage, `first`, `last`, or a block of one.
@@ -240,7 +241,7 @@ class Context(NamedTuple):
     shared_sizes: PyTree = None  # the same for the shared parameters
     # position in its sequence of the slice's first row of time; 0 where sequences are whole
     offset: Any = None
-    ledger: Any = None  # where `append` writes
+    ledger: Ledger | None = None  # where `append` writes
     # a key of the step, the sequence and the data shard alone: equal in all functions and slices
     sequence_rng: Array | None = None
     keys: Keys | None = None  # of which `rng`, `share_rng` and `position_keys` are made
@@ -318,9 +319,6 @@ class Function:
     name: str
     wants: frozenset[str]
     spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
-    # what the context has besides for a share: `axis`, `sizes`, `shared_sizes`
-    context: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod
     def of(
@@ -357,13 +355,6 @@ class Function:
                 f"takes, but its parameters are {signature}: {error}{more}"
             ) from None
         return cls(call, name, wants)
-
-    @property
-    def wants_arrays(self) -> frozenset[str]:
-        """The keywords whose values differ by microbatch or stage."""
-        more = {"ctx"} if "carry" in self.wants else set()
-        more |= {"ctx", "state"} if self.cached else set()
-        return self.wants & {"ctx", "microbatch", "state"} | more
 
     def run(self, *arguments: object, keywords: Mapping[str, PyTree]) -> Any:
         """Call it with those keywords that it takes; an error from inside says which function it

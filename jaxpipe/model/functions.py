@@ -1,5 +1,5 @@
-"""The user's `first`, `stages` and `last` as a pipeline runs them, the inputs of each microbatch,
-and the rows that pass between slices of a sequence.
+"""The user's `first`, `stages` and `last` as a pipeline runs them, and the inputs of each
+microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..arrays import (
     by_index,
     described,
     is_key,
-    shapes_of,
     summable,
     zeros_of,
 )
@@ -33,92 +32,9 @@ from ..table.kinds import By
 from .batch import Positioned, map_rows, positions, split_batch
 from .calls import Context, Function, UserFunction, one_array
 from .keys import keys_of
+from .ledger import Ledger
 
 _REAL = (jnp.bool_, jnp.integer, jnp.floating)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _in_place(
-    buffer: Array, rows: Array, offset: Array, size: int, axis: int
-) -> tuple[Array, Array]:
-    """Return a buffer that has the rows already: once to read, once to leave for later slices.
-
-    The gradient of the rows is their part of the buffer's gradient.  Every slice that read the rows
-    has added to it.
-    """
-    return buffer, buffer
-
-
-def _forwards(
-    buffer: Array, rows: Array, offset: Array, size: int, axis: int
-) -> tuple[tuple[Array, Array], Array]:
-    return (buffer, buffer), offset
-
-
-def _backwards(
-    size: int, axis: int, offset: Array, cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, None]:
-    total = cotangents[1] + cotangents[0]
-    return total, lax.dynamic_slice_in_dim(total, offset, size, axis), None
-
-
-_in_place.defvjp(_forwards, _backwards)
-
-
-@dataclass
-class Ledger:
-    """The rows that a stage appends while it is traced; with a cache the buffers are those of one
-    of its sequences.
-    """
-
-    functions: Functions
-    number: Number  # of the slice; with a cache the position of its first row
-    # buffers by name; None while their shapes are inferred
-    before: Mapping[str, Array] | None
-    prefix: str = ""  # of names
-    rows: dict[str, Array] = field(default_factory=dict)
-    buffers: dict[str, Array] = field(default_factory=dict)
-
-    def again(self) -> Ledger:
-        """An empty ledger, for a function that is traced by itself."""
-        return replace(self, rows={}, buffers={})
-
-    def of_layer(self, place: int) -> Ledger:
-        """The same ledger for one layer of the stage: layers share no names."""
-        return replace(self, prefix=f"{place}/")
-
-    def append(self, name: str, rows: Array, axis: int) -> Array:
-        """Return the whole buffer; PipelineError for a used name or other shapes."""
-        rows, name = jnp.asarray(rows), self.prefix + name
-        if name in self.rows:
-            raise PipelineError(
-                f"ctx.append({name!r}, ...) is called twice in a stage; "
-                "give each buffer its own name"
-            )
-        if not -rows.ndim <= axis < rows.ndim:
-            raise PipelineError(
-                f"ctx.append({name!r}, rows, axis={axis}) has no such axis: the rows have shape "
-                f"{list(rows.shape)}"
-            )
-        axis %= rows.ndim
-        functions = self.functions
-        room = functions.room or functions.slices * rows.shape[axis]
-        shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
-        buffer = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (shape, rows.dtype):
-            raise PipelineError(
-                f"ctx.append({name!r}, ...) of rows {described(rows)} finds a buffer of "
-                f"{described(buffer)}; each slice of a sequence appends rows of the same name, "
-                f"shape and dtype, and the buffer has room for {room} of them"
-            )
-        self.rows[name] = rows
-        offset, later = self.number * (1 if functions.room else rows.shape[axis]), buffer
-        if not functions.in_place:
-            buffer = later = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
-        elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            buffer, later = _in_place(buffer, rows, offset, rows.shape[axis], axis)
-        self.buffers[name] = later
-        return buffer
 
 
 # The parameters that a function is given: its own, and the shared ones.
@@ -185,20 +101,30 @@ class Functions:
     carry: UserFunction | None = None
     # buffers have the rows of a slice already when it appends them: the executor writes them
     in_place: bool = False
-    room: int = 0  # positions of the buffers of a cache; 0 where a call has none
+    # positions of the buffers of a cache, in which carries and rows pass from call to call as the
+    # stages' state; 0 where a call has none
+    room: int = 0
+    # of spread functions: the pipe axis, and by part the lengths of parameters that are cut
+    axis: str | None = None
+    sizes: ByPart = field(default_factory=dict)
 
-    def with_cache(self, room: int) -> Functions:
-        """The same functions, whose carries and rows pass from call to call."""
-        stages = tuple(replace(function, cached=True) for function in self.stages)
-        return replace(self, stages=stages, room=room)
-
-    def over(self, axis: str, sizes: ByPart) -> Functions:
-        """The same functions, whose spread ones know the axis and the sizes of whole parameters."""
-        ends = {}
-        for key in filter(self.spreads, ("first", "last")):
-            context = {"axis": axis, "sizes": sizes[key], "shared_sizes": sizes.get("shared")}
-            ends[key] = replace(getattr(self, key), context=context)
-        return replace(self, **ends)
+    @property
+    def cuts(self) -> ByPart:
+        """The dims along which parameters of spread functions are cut; those under "shared" only
+        where every function that takes them is spread.
+        """
+        ends = {key: end for key in ("first", "last") if (end := getattr(self, key)) is not None}
+        dims = {key: end.spread.dims for key, end in ends.items() if end.spread}
+        takers = [f for f in (*self.stages, *ends.values()) if "shared" in f.wants]
+        shared = [f.spread.shared for f in takers if f.spread]
+        if not takers or len(shared) < len(takers):
+            return dims
+        if any(one != shared[0] for one in shared):
+            raise PipelineError(
+                f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
+                f"shared={shared[-1]!r}; shared parameters are cut in one way: give both the same"
+            )
+        return {**dims, "shared": shared[0]}
 
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
@@ -262,14 +188,22 @@ class Functions:
 
         return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
-    def _keywords(self, function: Function, extra: Extra, ledger: Ledger | None = None) -> Extra:
-        """The keywords that a function may take; its context has the position of its slice."""
+    def _keywords(self, extra: Extra, **own: object) -> Extra:
+        """The keywords that a function may take; its context has the position of its slice, and
+        these fields.
+        """
         keywords = {"microbatch": None, "state": None, "ctx": None, **extra}
         keywords["training"] = self.training
         if (ctx := keywords["ctx"]) is not None:
-            own = {"offset": self._offset(ctx), "ledger": ledger, **function.context}
-            keywords["ctx"] = ctx._replace(**own)
+            keywords["ctx"] = ctx._replace(offset=self._offset(ctx), **own)
         return keywords
+
+    def _share(self, key: str) -> Extra:
+        """What the context of `first` or `last` has besides where it is spread."""
+        if not self.spreads(key):
+            return {}
+        sizes = {"sizes": self.sizes[key], "shared_sizes": self.sizes.get("shared")}
+        return {"axis": self.axis, **sizes}
 
     def _offset(self, ctx: Context) -> Number:
         before = 0 if ctx.offset is None else ctx.offset
@@ -314,10 +248,17 @@ class Functions:
         function: Function | None = getattr(self, key)
         return function is not None and function.spread is not None
 
+    def wants(self, stage: int) -> frozenset[str]:
+        """The keywords of a stage whose values differ by microbatch or stage."""
+        own = self.stages[stage].wants
+        more = {"ctx"} if "carry" in own else set()
+        more |= {"ctx", "state"} if self.room else set()
+        return own & {"ctx", "microbatch", "state"} | more
+
     @property
     def has_state(self) -> bool:
         """Whether any stage keeps state from microbatch to microbatch."""
-        return any("state" in function.wants_arrays for function in self.stages)
+        return any("state" in self.wants(stage) for stage in range(len(self.stages)))
 
     def run_whole(self, key: str, params: ParamPair, x: PyTree, extra: Extra) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device.
@@ -327,8 +268,7 @@ class Functions:
         run = partial(getattr(self, f"run_{key}"), params, x, extra)
         if not self.spreads(key):
             return run()
-        axis = getattr(self, key).context["axis"]
-        every = jax.vmap(run, axis_name=axis, axis_size=1)()
+        every = jax.vmap(run, axis_name=self.axis, axis_size=1)()
         return jax.tree.map(lambda leaf: leaf[0], every)
 
     def run_first(self, params: ParamPair, _x: object, extra: Extra) -> PyTree:
@@ -343,7 +283,7 @@ class Functions:
                     "first=function(first_params, microbatch) -> x)"
                 )
             return rows["x"]
-        keywords = self._keywords(self.first, extra | {"shared": shared})
+        keywords = self._keywords(extra | {"shared": shared}, **self._share("first"))
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage[X](
@@ -363,8 +303,10 @@ class Functions:
         ledger: Any = None
         if self.passes and ctx is not None:
             number = self._offset(ctx) if self.room else ctx.microbatch % self.slices
-            ledger = Ledger(self, number, before[1] if before else None)
-        keywords = self._keywords(function, extra | {"shared": shared}, ledger)
+            ledger = Ledger(
+                self.slices, self.room, self.in_place, number, before[1] if before else None
+            )
+        keywords = self._keywords(extra | {"shared": shared}, ledger=ledger)
         if "carry" in function.wants:
             carry = self._first_carry(function, own, x, keywords)
             if before:
@@ -380,7 +322,9 @@ class Functions:
         if self.stage_loss:
             loss = jnp.float32(0) if loss is None else function.loss_of(loss)
         for name in passes:
-            returned[name] = _same_form(function, name, keywords[name], returned[name])
+            taken, left = (jax.tree.map(jnp.asarray, own[name]) for own in (keywords, returned))
+            check_forms(function.name, name, taken, left)
+            returned[name] = left
         state, carry = returned.get("state", ()), returned.get("carry", ())
         buffers: dict[str, Array] = {}
         rows: tuple[dict[str, Array], Number] | tuple[()] = ()
@@ -426,7 +370,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        keywords = self._keywords(self.last, extra | {"shared": shared})
+        keywords = self._keywords(extra | {"shared": shared}, **self._share("last"))
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         aux: dict[str, PyTree] = {"count": (), "metrics": ()}
         if self.has_metrics:
@@ -450,31 +394,24 @@ class Functions:
         return self.last.loss_of(out, advice), aux
 
 
-def _same_form[T](function: Function, name: str, before: T, after: T) -> T:
-    """State or carry as a stage returns it; PipelineError where it is not like the one before."""
-    before, after = (jax.tree.map(jnp.asarray, tree) for tree in (before, after))
-    if shapes_of(before) != shapes_of(after):
-        raise PipelineError(
-            f"`{function.name}` takes {name} as {described(before)} but returns "
-            f"{described(after)}; return the same tree"
-        )
-    return after
+_WHY = {"x": "a stage's output is the next stage's input, so "}
 
 
-def check_forms(x: PyTree, y: PyTree) -> None:
-    """PipelineError where a stage returns another tree, shape or dtype than x has."""
-    x_tree: PyTreeDef = jax.tree.structure(x)
-    y_tree: PyTreeDef = jax.tree.structure(y)
-    if x_tree != y_tree:
+def check_forms(name: str, what: str, before: PyTree, after: PyTree) -> None:
+    """PipelineError where a function returns x, its state or its carry as another tree, or with
+    other shapes or dtypes, than it takes.
+    """
+    taken: PyTreeDef = jax.tree.structure(before)
+    returned: PyTreeDef = jax.tree.structure(after)
+    why = _WHY.get(what, "")
+    if taken != returned:
         raise PipelineError(
-            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next "
-            "stage's input, so return the same tree"
+            f"`{name}` takes {what} as {taken} but returns {returned}; {why}return the same tree"
         )
     faults = [
-        f"`stage` takes {path} as {a.dtype}{list(a.shape)} but "
-        f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
-        "the same shape and dtype (or cast in `first`)"
-        for (path, a), b in zip(by_index(x, "x").items(), jax.tree.leaves(y), strict=True)
+        f"`{name}` takes {path} as {a.dtype}{list(a.shape)} but returns {b.dtype}{list(b.shape)}; "
+        f"{why}return the same shape and dtype (or cast in `first`)"
+        for (path, a), b in zip(by_index(before, what).items(), jax.tree.leaves(after), strict=True)
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     PipelineError.refuse("", faults)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import ByPart, Leaf, Number, Params, PyTree, Rng, without_numpy, zeros_of
+from ..arrays import Leaf, Number, Params, PyTree, Rng, without_numpy, zeros_of
 from ..errors import Fits, PipelineError, typed
-from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
+from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
 from ..table.kinds import By
 from ..table.placement import Placement
 from .batch import batch_faults, split_batch, time_faults
@@ -34,14 +34,14 @@ _Stages: TypeAlias = Annotated[
         lambda stages: callable(stages) or stages,
     ),
 ]
-_End: TypeAlias = Annotated[
+_OuterFunction: TypeAlias = Annotated[
     UserFunction | Spread | None, Fits("a function, or what jaxpipe.spread makes of one")
 ]
 _Frozen: TypeAlias = Annotated[
     Callable[[str, Any], bool] | str | Sequence[str] | None,
     Fits("a function of a path and a shape, or regular expressions of paths"),
 ]
-_Replaced: TypeAlias = Annotated[
+_RulesByPath: TypeAlias = Annotated[
     Mapping[str, Replaced | tuple[Replaced, Replaced]] | Replacements | None,
     Fits(
         'a dict with a rule for each regular expression of paths, such as {"scale$": '
@@ -131,14 +131,14 @@ class Model:
         self,
         stages: _Stages,
         *,
-        first: _End = None,
-        last: _End = None,
+        first: _OuterFunction = None,
+        last: _OuterFunction = None,
         layers: str | Layout | None = None,
         loss: Loss = Loss.MEAN,
         has_metrics: bool = False,
         stage_loss: bool = False,
         frozen: _Frozen = None,
-        replaced: _Replaced = None,
+        replaced: _RulesByPath = None,
         time: str | Sequence[str] = (),
         whole: str | Sequence[str] = (),
         carry: UserFunction | None = None,
@@ -202,18 +202,34 @@ class Model:
             del values["first"], values["last"]  # letters of `stages`
         return Model(values.pop("stages"), loss=values.pop("contract"), **values)
 
-    def functions(self, stages: Sequence[Function]) -> Functions:
-        """The functions of a step whose stages run these."""
+    def staged(
+        self, placement: Placement, layout: str | Layout | None = None, *, in_turn: bool = False
+    ) -> tuple[Functions, LayerMap | None]:
+        """The functions of a step whose stages are placed so, and the layers of each stage where
+        the model is given by letters; PipelineError where they do not fit.  `in_turn`: see
+        `LayerMap.of`.
+        """
+        layers = None
+        if self.layers is not None:
+            layers = LayerMap.of(_layout(self, placement, layout), placement, in_turn=in_turn)
+            stages = layers.functions(self.stages, has_loss=self.stage_loss)
+        elif layout is not None:
+            raise PipelineError(
+                "layout= says which layers each stage has, but the model is not given by letters; "
+                'write jaxpipe.Model({"t": layer, ...}, layers="..."), or leave layout= out'
+            )
+        else:
+            stages = self._stages(placement.num_stages)
         names = ("has_metrics", "stage_loss", "time", "whole", "carry")
         own = {name: getattr(self, name) for name in names}
-        return Functions(tuple(stages), *self.outer, self.contract, **own)
+        return Functions(stages, *self.outer, self.contract, **own), layers
 
-    def stage_functions(self, count: int) -> list[Function]:
+    def _stages(self, count: int) -> tuple[Function, ...]:
         """A function for each of `count` stages of a model without letters; PipelineError where a
         list has another number.
         """
         if callable(self.stages):
-            return [Function.of(self.stages, "stage")] * count
+            return (Function.of(self.stages, "stage"),) * count
         if len(self.stages) != count:
             raise PipelineError(
                 f"the model has a list of {len(self.stages)} stage functions, but the schedule has "
@@ -222,25 +238,7 @@ class Model:
         # A function that several stages have is one kind of stage where their parameters have one
         # form too.
         own = [id(call) for call in self.stages]
-        return [Function.of(call, f"stage[{own.index(id(call))}]") for call in self.stages]
-
-    def cuts(self, stages: Sequence[Function]) -> ByPart:
-        """The dims along which parameters of spread functions are cut; those under "shared" only
-        where every function that takes them is spread.
-        """
-        both = zip(("first", "last"), self.outer, strict=True)
-        ends = {key: function for key, function in both if function is not None}
-        dims = {key: f.spread.dims for key, f in ends.items() if f.spread}
-        takers = [f for f in (*stages, *ends.values()) if "shared" in f.wants]
-        shared = [f.spread.shared for f in takers if f.spread]
-        if not takers or len(shared) < len(takers):
-            return dims
-        if any(one != shared[0] for one in shared):
-            raise PipelineError(
-                f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
-                f"shared={shared[-1]!r}; shared parameters are cut in one way: give both the same"
-            )
-        return {**dims, "shared": shared[0]}
+        return tuple(Function.of(call, f"stage[{own.index(id(call))}]") for call in self.stages)
 
     def loss(
         self,
@@ -295,16 +293,41 @@ class Model:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
         stacked = callable(self.stages)
-        if self.layers is not None:
-            one = Placement.loop(devices=1, chunks=1)
-            by_letter = LayerMap.of(Layout((self.layers,), 1), one)
-            functions = list(by_letter.functions(self.stages, has_loss=self.stage_loss))
-            params["stages"] = by_letter.split(params["stages"])
-        else:
-            functions = self.stage_functions(1 if stacked else len(params["stages"]))
-        cuts = Cuts(1, self.cuts(functions))
-        own = replace(self.functions(functions).over(_AXIS, cuts.sizes(params)), **how)
+        one = stacked or self.layers is not None
+        count = 1 if one else len(params["stages"])
+        functions, layers = self.staged(Placement.loop(devices=1, chunks=count))
+        if layers is not None:
+            params["stages"] = layers.split(params["stages"])
+        sizes = Cuts(1, functions.cuts).sizes(params)
+        own = replace(functions, axis=_AXIS, sizes=sizes, **how)
         return Plain(own.for_batch(rows), params, rows, rng, stacked)
+
+
+def _layout(model: Model, placement: Placement, layout: str | Layout | None) -> Layout:
+    """The layers of each stage: as given, or as many on each stage where they divide."""
+    assert model.layers is not None
+    # Each stage is where the table says: some devices of a user's own table have more than others.
+    divides = placement.num_stages % placement.num_devices == 0
+    devices = placement.num_devices if divides else 1
+    if layout is None:
+        costs = [float(letter not in (EMBEDDING, LOSS)) for letter in model.layers]
+        try:
+            pieces = split_layers(costs, stages=placement.num_stages)
+        except LayoutError as error:
+            raise PipelineError(
+                f"the layers {model.layers!r} cannot be split evenly: {error}; give layout=, the "
+                "layers of each stage"
+            ) from error
+        layout = Layout(tuple(model.layers[r.start : r.stop] for r in pieces), devices)
+    elif isinstance(layout, str):
+        letters = "".join(sorted({*LETTERS, *model.stages}))
+        layout = parse_layout(layout, devices=devices, letters=letters)
+    if layout.layers != model.layers:
+        raise PipelineError(
+            f"the layout {str(layout)!r} has other layers than the model, whose layers are "
+            f"{model.layers!r}; give each layer of the model to one stage, in model order"
+        )
+    return layout
 
 
 def _check_names(time: Sequence[str], whole: Sequence[str]) -> None:
@@ -422,12 +445,12 @@ class Plain:
         def stage[X](x: X, row: PyTree, at: int = 0) -> tuple[X, PyTree]:
             number, own, state, carried = row
             function = functions.stages[at]
-            extra = self._extra(number, index, function.wants_arrays, of=By.STAGE)
+            extra = self._extra(number, index, functions.wants(at), of=By.STAGE)
             extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             if self.stacked:
                 y = jax.tree.map(jnp.asarray, y)
-                check_forms(x, y)
+                check_forms(function.name, "x", x, y)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()
             kept = returned.state if "state" in function.wants else state

@@ -158,8 +158,8 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
         leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
         key = (function, tree, *leaves, *uses, own.form)
         if key not in kinds:
-            extra = extra_of(function.wants_arrays)
-            extra |= {"state": state} if "state" in function.wants_arrays else {}
+            extra = extra_of(functions.wants(stage))
+            extra |= {"state": state} if "state" in functions.wants(stage) else {}
             arguments = (params, shared), x, extra
             kinds[key] = _trace_one(setup, functions, stage, arguments, uses)
         kind_of.append(list(kinds).index(key))
@@ -296,11 +296,11 @@ def _trace_one(
         ) from error
     _check_collectives(name, code, setup.axis)
     if not setup.layout.unlike:
-        check_forms(inputs[1], code.y)
+        check_forms(name, "x", inputs[1], code.y)
     if keeps_state:
         recomputes = setup.schedule.encoded.recomputes
         _check_reads_of_state(name, code, inputs[2], recomputes=recomputes)
-    return replace(code, wants=function.wants_arrays)
+    return replace(code, wants=functions.wants(stage))
 
 
 def _check_collectives(name: str, code: StageCode, axis: str) -> None:
