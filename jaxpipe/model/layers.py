@@ -98,12 +98,14 @@ class LayerMap:
         """The letters of layers, in alphabetical order."""
         return tuple(sorted(set("".join(self.stages))))
 
-    def groups(self, stage: int, letter: str) -> tuple[int, ...]:
-        """The sizes of a stage's stacks of a letter."""
+    def bounds(self, stage: int, letter: str) -> list[int]:
+        """Where a stage's stacks of a letter begin among its layers of it, and where the last
+        ends.
+        """
         own = self.stages[stage].count(letter)
         mates = (number == self.group_of[stage] for number in self.group_of)
         counts = {mate.count(letter) for mate in compress(self.stages, mates)}
-        return tuple(b - a for a, b in pairwise(sorted({0, *counts})) if b <= own)
+        return sorted(count for count in {0, *counts} if count <= own)
 
     def split(self, by_letter: Mapping[str, PyTree]) -> list[dict[str, tuple[PyTree, ...]]]:
         """Leaves [n, ...] of each letter -> the stages' own trees, {letter: stacks}.  Optimizers
@@ -113,7 +115,7 @@ class LayerMap:
         for s, stage in enumerate(self.stages):
             own: dict[str, tuple[PyTree, ...]] = {}
             for letter in sorted(set(stage) & by_letter.keys()):
-                ends = list(accumulate([start[letter], *self.groups(s, letter)]))
+                ends = [start[letter] + bound for bound in self.bounds(s, letter)]
                 own[letter] = tuple(
                     jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], by_letter[letter])
                     for a, b in pairwise(ends)
@@ -187,14 +189,11 @@ class LayerMap:
         for letter, equal in groupby(self.stages[stage]):
             first = seen[letter]
             seen[letter] += len(list(equal))
-            begin = 0
-            for g, size in enumerate(self.groups(stage, letter)):
-                start, stop = max(first, begin), min(seen[letter], begin + size)
+            for g, (begin, end) in enumerate(pairwise(self.bounds(stage, letter))):
+                start, stop = max(first, begin), min(seen[letter], end)
                 if start < stop:
-                    yield _LayerRun(
-                        letter, g, start - begin, stop - begin, size, place + start - first
-                    )
-                begin += size
+                    size, at = end - begin, place + start - first
+                    yield _LayerRun(letter, g, start - begin, stop - begin, size, at)
             place += seen[letter] - first
 
 
