@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import NamedTuple, TypeAlias
@@ -23,76 +23,51 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..engine.costs import Costs, StageCosts
-from ..engine.loop import loop_of
 from ..table.clock import NEVER
-from ..table.encoded import encode
-from ..table.kinds import Action, Kind, Release
+from ..table.encoded import live_activations, row_peaks
+from ..table.kinds import Action, Kind, Release, parts
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from .loop import even_groups, in_chunks, in_groups, schedule_of, sliced_rows
+from ..transforms.insertion import Insertion
+from .loop import even_groups, in_chunks, in_groups, schedule_of, sliced
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
-Order: TypeAlias = list[list[Action]]
-# microbatches -> the reference order of F and I of each device
-OrderMaker: TypeAlias = Callable[[int], Order]
+# microbatches -> a reference order: a table of F and I, every stage on one device
+OrderMaker: TypeAlias = Callable[[int], Schedule]
 
 
 class ListSchedule(NamedTuple):
-    """Rows of F, I and W, their simulated makespan, and the most activations that a
-    device holds.
-    """
+    """A table of F, I and W, its makespan, and the most activations that a device holds."""
 
-    rows: list[list[Action]]
+    schedule: Schedule
     makespan: float
     peak: int
 
 
-def least_peak(row: Iterable[Action]) -> int:
-    """The most activations that a row of F and I holds if each W follows its I at once: the least
-    cap that it can keep.
+def least_peaks(order: Schedule) -> tuple[int, ...]:
+    """The most activations that each device of an order holds if each W follows its I at once: the
+    least caps that it can keep.
     """
-    return max(accumulate(1 if action.kind is F else -1 for action in row), default=0)
-
-
-class Instance(NamedTuple):
-    """What is scheduled: stages on devices, their costs, and a number of microbatches.  Every stage
-    is on one device.
-    """
-
-    placement: Placement
-    costs: StageCosts
-    microbatches: int
-    release: Release = Release.WEIGHT_GRAD  # of activations
+    return row_peaks(order.encoded, live_activations(order.encoded, Release.INPUT_GRAD))
 
 
 def list_schedule(
-    order: Sequence[Sequence[Action]],
-    instance: Instance,
-    caps: Sequence[int],
-    patience: float = 0,
+    order: Schedule, costs: Costs, caps: Sequence[int], patience: float = 0
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each
-    device's activations, each at least `least_peak` of its row.
+    device's activations, each at least that of `least_peaks`.
 
     `patience` is the fraction of its length by which a W may delay the next action.
     """
-    rows = [
-        [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
-    ]
-    run = _ListPolicy(rows, instance, caps, patience)
-    run.loop.run(run.policy())
+    run = _ListPolicy(order, costs, caps, patience)
+    schedule = run.insertion.run(run.policy())
     assert NEVER not in run.loop.ends, "a reference order got stuck"
-    actions = [action for row in rows for action in row]
-    return ListSchedule(
-        [[actions[i] for i in d.out] for d in run.devices],
-        max(run.loop.free),
-        max(d.peak for d in run.devices),
-    )
+    return ListSchedule(schedule, max(run.loop.free), max(d.peak for d in run.devices))
 
 
 @dataclass(slots=True)
 class _Device:
-    """One device: the rest of its order, its activations, and the actions that it has run.
+    """One device: the rest of its order, and its activations.
 
     Of each stage and kind only the first action that is left can run: the first of its lane.
     """
@@ -104,49 +79,42 @@ class _Device:
     live: int = 0
     peak: int = 0
     pending: deque[int] = field(default_factory=deque)  # each W whose I has run
-    out: list[int] = field(default_factory=list)
 
 
 class _ListPolicy:
-    """The policy of a run: actions are numbered row by row, each W after its row's order."""
+    """The policy of a run: each W is numbered after the order of its row."""
 
-    def __init__(
-        self,
-        rows: Sequence[Sequence[Action]],
-        instance: Instance,
-        caps: Sequence[int],
-        patience: float,
-    ) -> None:
-        placement, costs, microbatches, release = instance
-        stages, slices = placement.num_stages, len(costs.slice_factors) or 1
-        table = encode(tuple(map(tuple, rows)), stages, microbatches, slices)
-        self.patience = patience
-        self.releases = W if release is Release.WEIGHT_GRAD else I
+    def __init__(self, order: Schedule, costs: Costs, caps: Sequence[int], patience: float) -> None:
+        stages, self.patience = order.num_stages, patience
+        self.releases = W if costs.release is Release.WEIGHT_GRAD else I
+        weights = [
+            [a._replace(kind=W) for cell in row for a in parts(cell) if a.kind is I]
+            for row in order.rows
+        ]
+        self.insertion = Insertion(order, costs.for_stages(stages), weights)
+        table, self.loop = self.insertion.table, self.insertion.loop
         self.kind = table.kind.tolist()
         # of an I
         self.weight = table.at[W, table.stage, table.microbatch].tolist()
-        self.loop = loop = loop_of(table, costs)
         # Unlike a table, an order may be changed, so needs of the same device count too.
         closing = (table.kind == I) & (table.stage == stages - 1)
-        output = table.at[F, -1, table.microbatch]
-        loop.need = np.where(closing, output, table.producer).tolist()
-        hop = np.array(costs.transfer)[table.stage[table.producer]]
-        loop.latency = np.where(table.crosses, hop, 0).tolist()
-        self.reader = [-1] * table.num_actions
-        for user, need in enumerate(loop.need):
-            if need >= 0:
-                self.reader[need] = user
+        need = np.where(closing, table.at[F, -1, table.microbatch], table.producer)
+        self.loop.need = need.tolist()
+        hop = np.array(costs.for_stages(stages).transfer)[table.stage[table.producer]]
+        self.loop.latency = np.where(table.crosses, hop, 0).tolist()
+        readers, reader = np.flatnonzero(need >= 0), np.full(table.num_actions, -1)
+        reader[need[readers]] = readers
+        self.reader = reader.tolist()
         self.done = bytearray(table.num_actions)
-        self.lane: list[deque[int]] = []
+        self.lane: dict[int, deque[int]] = {}
         self.devices = []
-        for row, first, cap in zip(rows, table.first, caps, strict=False):
-            lanes: dict[tuple[int, Kind], deque[int]] = {}
-            for number, (stage, kind, _) in enumerate(row, first):
-                self.lane.append(lanes.setdefault((stage, kind), deque()))
-                self.lane[-1].append(number)
-            end = first + sum(action.kind is not W for action in row)
-            ordered = [lane for (_, kind), lane in lanes.items() if kind is not W]
-            self.devices.append(_Device(first, end, cap, ordered))
+        lane = (table.stage * len(Kind) + table.kind).tolist()
+        for first, row, cap in zip(table.first, order.rows, caps, strict=False):
+            lanes: dict[int, deque[int]] = {}
+            for number in range(first, first + len(row)):
+                self.lane[number] = lanes.setdefault(lane[number], deque())
+                self.lane[number].append(number)
+            self.devices.append(_Device(first, first + len(row), cap, [*lanes.values()]))
 
     def policy(self) -> Iterator[int]:
         """Each device, in order of time, chooses what it starts when it is free or an input has
@@ -175,7 +143,6 @@ class _ListPolicy:
 
     def _book(self, device: _Device, number: int) -> None:
         """What a device holds after an action."""
-        device.out.append(number)
         kind = self.kind[number]
         if kind == self.releases:
             device.live -= 1
@@ -227,41 +194,36 @@ class _ListPolicy:
         return None
 
 
-class Wave(NamedTuple):
-    """The pace of a wave, in units of the time of an action.
+def wave(
+    placement: Placement, *, out: float, back: float, pause: float, period: float
+) -> OrderMaker:
+    """Each device's F and I in the order in which a wave reaches them, in which all take a unit of
+    time.
 
     Args:
-        out: time of a hop to another device, in chunks 0, 2, ... (of backwards: the last chunk,
-            ...).
+        placement: the devices of the stages.
+        out: time from an action to the next one on another device, in chunks 0, 2, ... (of
+            backwards: the last chunk, ...).
         back: the same for the other chunks, which in a V lead back to device 0.
         pause: time between the last stage's F and its I.
         period: time from one microbatch to the next.
     """
-
-    out: float
-    back: float
-    pause: float
-    period: float
-
-
-def wave_order(placement: Placement, wave: Wave, microbatches: int) -> Order:
-    """Each device's F and I in the order in which the wave reaches them."""
     last = placement.num_stages - 1
     times = []
     for (kind, stage), (_, following) in pairwise(path_of(placement)):
         chunk = (stage if kind is F else last - stage) // placement.num_devices
         if stage == following:
-            times.append(1 + wave.pause)
+            times.append(1 + pause)
         elif placement.devices_of[following] == placement.devices_of[stage]:
             times.append(1.0)
         else:
-            times.append(wave.back if chunk % 2 else wave.out)
-    return repeated(placement, [0.0, *accumulate(times)], wave.period, microbatches)
+            times.append(back if chunk % 2 else out)
+    return partial(repeated, placement, [0.0, *accumulate(times)], period)
 
 
 def repeated(
     placement: Placement, starts: Sequence[float], period: float, microbatches: int
-) -> Order:
+) -> Schedule:
     """Each device's F and I in the order in which microbatches reach them, one every period; of
     the first one, `starts` has the time at each place of its path.
     """
@@ -273,9 +235,10 @@ def repeated(
         ]
     # Equal times are settled by the place on the path, so that no action comes before one that it
     # needs.
-    return [
+    rows = [
         [Action(path[place][1], path[place][0], m) for _, place, m in sorted(row)] for row in timed
     ]
+    return schedule_of(rows, placement, microbatches)
 
 
 def path_of(placement: Placement) -> list[tuple[Kind, int]]:
@@ -337,7 +300,7 @@ def packed_orders(placement: Placement, costs: StageCosts, cap: int) -> Iterator
         for period in periods
         if (starts := _packed_starts(placement, costs, period, pause)) is not None
     )
-    fitting = (maker for maker in makers if max(map(least_peak, maker(2 * cap))) <= cap)
+    fitting = (maker for maker in makers if max(least_peaks(maker(2 * cap))) <= cap)
     return islice(fitting, _FEW)
 
 
@@ -385,15 +348,15 @@ def fitted(
     microbatches: int,
     *,
     cap: int,
-    wave: Wave | None = None,
+    figure: OrderMaker | None = None,
 ) -> Schedule:
     """The shortest table under the cap that follows one of the waves and packed orders for these
-    costs, of equals the one that holds least; where no costs are given, one that follows `wave`.
+    costs, of equals the one that holds least; where no costs are given, one that follows `figure`.
 
     Many orders are ranked by the first microbatches.  Only the most promising are run in full.
     With `costs.slice_factors` they are orders of slices.
     """
-    wave = wave if costs is None else None
+    figure = figure if costs is None else None
     costs = costs or Costs()
     stages = costs.for_stages(placement.num_stages)
     slices, caps = len(stages.slice_factors) or 1, [cap] * placement.num_devices
@@ -402,29 +365,26 @@ def fitted(
         makers: Iterable[OrderMaker], count: int, patience: Sequence[float]
     ) -> Iterator[tuple[ListSchedule, OrderMaker]]:
         for maker in makers:
-            rows = maker(count + slices - 1)
-            rows = rows if slices == 1 else sliced_rows(rows, count, slices)
-            if max(map(least_peak, rows)) <= cap:
-                instance = Instance(placement, stages, count, costs.release)
+            order = maker(count + slices - 1)
+            order = order if slices == 1 else sliced(order, slices)
+            if max(least_peaks(order)) <= cap:
                 for wait in patience:
-                    yield list_schedule(rows, instance, caps, wait), maker
+                    yield list_schedule(order, costs, caps, wait), maker
 
-    if wave is None:
+    makers = [figure] if figure else []
+    if not makers:
         # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
         short = 2 * placement.num_devices * -(-6 // placement.num_devices)
         short = min(microbatches, slices * -(-short // slices))
         every = (*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap))
         ranked = sorted(runs(every, short, (0,)), key=lambda run: run[0][1:])
         makers = [maker for _, maker in ranked]
-    else:
-        makers = [partial(wave_order, placement, wave)]
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
     finalists = islice(
         runs(makers, microbatches, _PATIENCE), min(_FINALISTS * len(_PATIENCE), affordable)
     )
     # One sequence after the other keeps every cap.
-    best = min((run for run, _ in finalists), key=lambda run: run[1:])
-    return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
+    return min((run for run, _ in finalists), key=lambda run: run[1:]).schedule
 
 
 def forward_order(placement: Placement, microbatches: int) -> Schedule:
@@ -443,7 +403,6 @@ def forward_order(placement: Placement, microbatches: int) -> Schedule:
         sorted((s + chunks * m, -s, m) for s in stages for m in range(microbatches))
         for stages in placement.stages_of
     ]
-    order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
-    instance = Instance(placement, Costs().for_stages(placement.num_stages), microbatches)
-    rows = list_schedule(order, instance, [len(row) for row in order]).rows
-    return schedule_of(rows, placement, microbatches)
+    rows = [[Action(-s, F, m) for _, s, m in row] for row in timed]
+    order = schedule_of(rows, placement, microbatches)
+    return list_schedule(order, Costs(), [*map(len, rows)]).schedule

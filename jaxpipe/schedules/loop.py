@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import ScheduleError
 from ..table.kinds import KINDS, Action, Cell, Kind, Overlap, Pass, parts
@@ -38,16 +38,11 @@ def sliced(schedule: Schedule, slices: int) -> Schedule:
     device 0 | 0F0.0 0F0.1 0B0.1 0F1.0 0B0.0 0F1.1 0B1.1 0B1.0
     """
     count = schedule.num_microbatches - (slices - 1)
-    rows = sliced_rows(schedule.rows, count, slices)
-    return replace(schedule.with_rows(rows), num_microbatches=count, slices=slices)
-
-
-def sliced_rows(rows: Iterable[Sequence[Cell]], count: int, slices: int) -> list[list[Any]]:
-    """Rows for `count` + slices - 1 microbatches in order -> rows for `count` slices."""
-    return [
+    rows = [
         [cell for cell in (_renamed(c, count, slices) for c in row) if cell is not None]
-        for row in rows
+        for row in schedule.rows
     ]
+    return replace(schedule.with_rows(rows), num_microbatches=count, slices=slices)
 
 
 def _renamed(cell: Cell, count: int, slices: int) -> Cell:

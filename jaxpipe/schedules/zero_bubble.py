@@ -11,14 +11,7 @@ from ..engine.costs import Costs
 from ..engine.simulate import shortest, simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import (
-    Instance,
-    Wave,
-    fitted,
-    least_peak,
-    list_schedule,
-    wave_order,
-)
+from ._list_scheduling import fitted, least_peaks, list_schedule, wave
 from .loop import even_groups, in_chunks, in_groups, in_turns
 
 
@@ -148,15 +141,11 @@ def _shorter(figure: Schedule) -> Schedule:
     """A list-scheduled wave with the memory of a short job's figure, if it is never longer than the
     figure.
     """
-    placement, microbatches = figure.placement, figure.num_microbatches
-    stages = Costs().for_stages(placement.num_stages)
-    order = wave_order(placement, Wave(out=1.5, back=1.5, pause=0, period=3), microbatches)
-    caps = simulate(figure).peak_activations
-    if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
+    maker = wave(figure.placement, out=1.5, back=1.5, pause=0, period=3)
+    order, caps = maker(figure.num_microbatches), simulate(figure).peak_activations
+    if any(least > cap for least, cap in zip(least_peaks(order), caps, strict=True)):
         return figure
-    scheduled = figure.with_rows(
-        list_schedule(order, Instance(placement, stages, microbatches), caps).rows
-    )
+    scheduled = list_schedule(order, Costs(), caps).schedule
     # Its gain at equal costs must not come with a loss where one kind of action takes longer.
     times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))
     panel = [Costs(forward=f, input_grad=i, weight_grad=w) for f, i, w in times]
@@ -175,9 +164,10 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
     2 P and P >= 3, the makespan is at most 2 M (F + I + W) + (3 P - 4) F in costs of a chunk.
     `costs` fit the order to the times that actions really take.
     """
-    block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
+    place = Placement.vee(devices=devices)
+    figure = wave(place, out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
     cap = 2 * ((devices + 2) // 2)
-    return fitted(Placement.vee(devices=devices), costs, microbatches, cap=cap, wave=block)
+    return fitted(place, costs, microbatches, cap=cap, figure=figure)
 
 
 def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -190,6 +180,7 @@ def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     memory, any difference between the costs adds time to every microbatch; `costs` fit the order to
     the times that actions really take.
     """
-    block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
+    place = Placement.vee(devices=devices)
+    figure = wave(place, out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
     cap = 2 * ((devices + 4) // 3)
-    return fitted(Placement.vee(devices=devices), costs, microbatches, cap=cap, wave=block)
+    return fitted(place, costs, microbatches, cap=cap, figure=figure)

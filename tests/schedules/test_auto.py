@@ -10,13 +10,7 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.schedules._list_scheduling import (
-    Instance,
-    Wave,
-    least_peak,
-    list_schedule,
-    wave_order,
-)
+from jaxpipe.schedules._list_scheduling import least_peaks, list_schedule, wave
 from jaxpipe.table.kinds import Release
 from tests.tiers import exhaustive, slow
 
@@ -170,15 +164,12 @@ def test_squeeze_says_what_simulate_finds(seed):
     devices, chunks, microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 8)
     placement = rng.choice((jp.Placement.loop, jp.Placement.vee))(devices=devices, chunks=chunks)
     costs = random_costs(rng, devices * chunks)
-    stages = costs.for_stages(devices * chunks)
-    wave = Wave(
-        rng.choice((1, 1.5, 2)), rng.choice((1, 2)), rng.choice((0, 3)), rng.choice((3, 8, 40))
-    )
-    order = wave_order(placement, wave, microbatches)
-    caps = [least_peak(row) + rng.randint(0, 3) for row in order]
-    found = list_schedule(order, Instance(placement, stages, microbatches), caps)
-    schedule = jp.Schedule.from_rows(found.rows, placement=placement, num_microbatches=microbatches)
-    timeline = jp.simulate(jp.check(schedule, max_activations=caps), costs)
+    pace = {"out": rng.choice((1, 1.5, 2)), "back": rng.choice((1, 2))}
+    maker = wave(placement, **pace, pause=rng.choice((0, 3)), period=rng.choice((3, 8, 40)))
+    order = maker(microbatches)
+    caps = [least + rng.randint(0, 3) for least in least_peaks(order)]
+    found = list_schedule(order, costs, caps)
+    timeline = jp.simulate(jp.check(found.schedule, max_activations=caps), costs)
     # A device that waited for a better action may run the rows a little sooner than it was planned.
     assert timeline.makespan <= found.makespan + 1e-9
     assert max(timeline.peak_activations) == found.peak
@@ -195,13 +186,10 @@ def with_weights(row):
 def test_squeezing_never_lengthens_a_figure_at_equal_costs():
     for devices in (2, 3, 5):
         placement = jp.Placement.vee(devices=devices)
-        stages = jp.Costs().for_stages(2 * devices)
-        order = wave_order(placement, Wave(1, 1, 2 if devices % 3 == 0 else 0, 6), 12)
-        plain = jp.Schedule.from_rows(
-            [list(with_weights(row)) for row in order], placement=placement
-        )
+        order = wave(placement, out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)(12)
+        plain = order.with_rows([list(with_weights(row)) for row in order.rows])
         caps = [2 * ((devices + 4) // 3)] * devices
-        found = list_schedule(order, Instance(placement, stages, 12), caps)
+        found = list_schedule(order, jp.Costs(), caps)
         assert found.makespan <= jp.simulate(plain).makespan
 
 
