@@ -12,10 +12,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.bounds import JobShop, Node
+from ..engine.bounds import JobShop
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..table.kinds import Kind
 from ..table.schedule import Schedule
 
 Times: TypeAlias = NDArray[np.float64]
@@ -80,28 +79,26 @@ class Beam:
     def __init__(self, shop: JobShop) -> None:
         self.shop = shop
         tails = np.array(shop.tails(), np.float64)
-        # Nodes by device, those first whose last action has the longest tail.  Node -1, which has
-        # no actions, fills up devices with fewer nodes than others.
-        rows = [sorted(shop.on(d), key=lambda n: -tails[n, -1]) for d in range(shop.devices)]
-        self._most = max(map(len, rows))
-        self._node = np.array([row + [-1] * (self._most - len(row)) for row in rows]).ravel()
-        nodes = [*shop.nodes, Node(-1, Kind.F, -1, 0, False, False)]
-        nodes = [nodes[n] for n in self._node]
+        # By device, those first whose last action has the longest tail.
+        order = sorted(range(len(shop.nodes)), key=lambda n: (shop.nodes[n].device, -tails[n, -1]))
+        self._node, nodes = np.array(order), [shop.nodes[n] for n in order]
         count, columns = len(nodes), shop.microbatches + 1
-        self._device = np.repeat(np.arange(shop.devices), self._most)
+        # Of the devices that have nodes: the number of each node's, and the first node of each.
+        self._device = np.unique([node.device for node in nodes], return_inverse=True)[1]
+        self._first = np.flatnonzero(np.diff(self._device, prepend=-1))
         self._length = np.array([[node.length] for node in nodes], np.float64)
         self._begins = np.array([[node.begins] for node in nodes])
         self._change = np.array([int(node.begins) - int(node.releases) for node in nodes])
         self._cap = shop.cap if shop.cap is not None else count * shop.microbatches
         self._hash = np.random.default_rng(0).integers(1, 1 << 62, count)
         # Per node and microbatch, the least time from its end to the end of all; one more column.
-        self._tails = np.pad(tails, ((0, 1), (0, 1)))[self._node]
+        self._tails = np.pad(tails, ((0, 0), (0, 1)))[self._node]
         self._last = self._tails[:, -2, None]
         # Per node the lengths of those of its device up to it: with any of them come all before it.
         self._work = np.tril(self._device[:, None] == self._device) * self._length[:, 0]
         # A node's action needs that of one other node for the same microbatch; what else it needs
         # is of its own device, so that it is over when the device is free.
-        number = self._node.argsort()[-len(shop.nodes) :]
+        number = self._node.argsort()
         source, target, lag, delay = map(np.array, zip(*shop.arcs, strict=True))
         source, target, direct = number[source], number[target], lag == 0
         assert len(np.unique(target[direct])) == direct.sum()
@@ -119,9 +116,9 @@ class Beam:
         count, microbatches = len(self._node), self.shop.microbatches
         ends = np.full((1, count + 1, microbatches + 1), NEVER)
         ends[:, -1, :-1] = -NEVER
-        counts = np.where(self._node < 0, microbatches, 0)[:, None]
-        free = np.zeros((self.shop.devices, 1))
-        live = np.zeros((self.shop.devices, 1), np.int64)
+        counts = np.zeros((count, 1), np.int64)
+        free = np.zeros((len(self._first), 1))
+        live = np.zeros((len(self._first), 1), np.int64)
         return Partial(counts, ends, self._starts(counts, ends, free), free, live, np.zeros(1))
 
     def search(self, limit: float, *, width: int, waits: bool) -> list[int] | None:
@@ -130,7 +127,7 @@ class Beam:
         """
         beam, parents, placed = self._empty(), [], []
         for _ in range(len(self.shop.nodes) * self.shop.microbatches):
-            parent, node = np.nonzero(self._conflict(beam, waits))
+            parent, node = np.nonzero(self._conflict(beam, waits).T)
             extended = self._place(beam.take(parent), node)
             kept = self._best(extended, limit, width)
             if not len(kept):
@@ -165,24 +162,16 @@ class Beam:
         if not waits:
             return chosen
         # An F takes memory, so it may also wait for what comes next without it.
-        return chosen | self._conflict_of(np.where(chosen.T & self._begins, NEVER, starts))
+        return chosen | self._conflict_of(np.where(chosen & self._begins, NEVER, starts))
 
     def _conflict_of(self, starts: Times) -> Flags:
         """The same, of actions with these starts."""
         ends, each = starts + self._length, np.arange(starts.shape[1])
-        device = self._by_device(ends).min(1).argmin(0)
-        starts = self._by_device(starts)[device, :, each]
-        ends = starts + self._by_device(self._length)[device, :, 0]
-        first = ends.argmin(1)
-        end = ends[each, first]
-        chosen = np.zeros((len(each), self.shop.devices, self._most), bool)
-        chosen[each, device] = starts < end[:, None]
-        chosen[each, device, first] = np.isfinite(end)
-        return chosen.reshape(len(each), self._node.size)
-
-    def _by_device[T: np.generic](self, array: NDArray[T]) -> NDArray[T]:
-        """The rows of an array, which are nodes, by device."""
-        return array.reshape(self.shop.devices, self._most, array.shape[1])
+        first = np.minimum.reduceat(ends, self._first)
+        mine, end = self._device[:, None] == first.argmin(0), first.min(0)
+        chosen: Flags = mine & (starts < end)
+        chosen[(mine & (ends == end)).argmax(0), each] = np.isfinite(end)
+        return chosen
 
     def _place(self, beam: Partial, node: Numbers) -> Partial:
         """Each partial schedule with the next action of a node placed; the arrays are changed in
@@ -207,7 +196,7 @@ class Beam:
         A device is bounded by each action that can start, and by what is left to do on it: the
         first start, all its work up to some node, and that node's tail.
         """
-        counts, starts, by_device = beam.counts, beam.starts, self._by_device
+        counts, starts, first = beam.counts, beam.starts, self._first
         left = self.shop.microbatches - counts.astype(np.float64)  # many times faster than integers
         todo, known = left > 0, starts < NEVER
         alone = np.where(
@@ -215,15 +204,15 @@ class Beam:
         )
         # What cannot start yet starts no earlier than the first that can.
         soonest = starts.min(0)
-        later = by_device(todo & ~known).any(1)
-        heads = np.where(later, np.maximum(beam.free, soonest), by_device(starts).min(1))
+        later = np.logical_or.reduceat(todo & ~known, first)
+        heads = np.where(later, np.maximum(beam.free, soonest), np.minimum.reduceat(starts, first))
         together = heads[self._device] + self._work @ left + self._last
         bounds = np.maximum(np.where(todo, together, 0), alone)
-        device = np.maximum(by_device(bounds).max(1), beam.free)
+        device = np.maximum(np.maximum.reduceat(bounds, first), beam.free)
         bound = np.maximum(device.max(0), beam.reached)
         ends = (soonest < NEVER) | ~todo.any(0)  # others wait for what cannot start
         score = np.where(ends & (bound < limit), bound + _MEAN * device.mean(0), NEVER)
         ranked = np.argsort(score, kind="stable")
         ranked = ranked[score[ranked] < NEVER]
-        _, first = np.unique(self._hash @ counts[:, ranked], return_index=True)
-        return ranked[np.sort(first)[:width]]
+        _, unlike = np.unique(self._hash @ counts[:, ranked], return_index=True)
+        return ranked[np.sort(unlike)[:width]]
