@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import MAX_COUNT, ScheduleError, quoted, typed
-from ..table.clock import EventLoop
 from ..table.kinds import COLLECTIVES, Action, Kind, Release, Value, makers
 from ..table.placement import Placement
 from ..table.schedule import Objective
@@ -155,25 +154,20 @@ class JobShop(NamedTuple):
         """Per node and microbatch, the earliest start: by longest paths, and after all work of its
         own device that must precede it.
         """
-        assert self.microbatches == 1 or not self.shared  # every node is a device of the loop
         into: list[list[Arc]] = [[] for _ in self.nodes]
         for arc in self.arcs:
             into[arc.target].append(arc)
-        before, opening = self._before(), dict[int, int]()
-        numbers: list[list[int]] = [[] for _ in self.nodes]
-        # node, the task that it waits for, the time from there on, its own time
-        tasks = list[tuple[int, int, float, float]]()
+        before, opened = self._before(), dict[int, float]()
+        starts, ends = ([list[float]() for _ in self.nodes] for _ in range(2))
         for k in range(self.microbatches):
             for n, (node, arcs) in enumerate(zip(self.nodes, into, strict=True)):
-                tasks += [(n, numbers[a.source][k - a.lag], a.delay, 0) for a in arcs if k >= a.lag]
+                needs = (ends[a.source][k - a.lag] + a.delay for a in arcs if k >= a.lag)
+                ready = max(needs, default=0)
                 # A device's first action is microbatch 0 of the node that comes first in the order.
-                opened = opening.setdefault(node.device, len(tasks))
-                tasks.append((n, opened if opened < len(tasks) else -1, before[n][k], 0))
-                numbers[n].append(len(tasks))
-                tasks.append((n, -1, 0, node.length))
-        loop = EventLoop(zip(*tasks, strict=True), [0] * len(self.nodes))
-        loop.run(range(len(tasks)))
-        return [[loop.starts[number] for number in row] for row in numbers]
+                start = max(ready, opened.setdefault(node.device, ready) + before[n][k])
+                starts[n].append(start)
+                ends[n].append(start + node.length)
+        return starts
 
     def tails(self) -> list[list[float]]:
         """Per node and microbatch, the least time from its end to the end of all: the heads of the
