@@ -87,7 +87,16 @@ def auto(
         faults.append("search= knows no slices; leave it out, or slices=")
     ScheduleError.refuse("auto cannot be built", faults)
     most = chunks * (2 * devices + slices - 1) if max_activations is None else max_activations
-    wanted = _Wanted(places, microbatches, costs, max_activations, most)
+    bound = lower_bound(
+        costs,
+        microbatches=microbatches,
+        devices=devices,
+        chunks=chunks,
+        placement=placement,
+        max_activations=max_activations,
+        objective=objective,
+    )
+    wanted = _Wanted(places, microbatches, costs, max_activations, most, bound)
     if slices > 1:
         factors = (1,) * slices if costs.slice_factors is None else costs.slice_factors
         listed = _listed(wanted, replace(costs, slice_factors=factors), slices)
@@ -107,6 +116,7 @@ class _Wanted(NamedTuple):
     costs: Costs
     requested_cap: int | None
     cap: int
+    bound: float  # below which no schedule goes
 
 
 def _listed(wanted: _Wanted, costs: Costs, slices: int = 1) -> Schedule:
@@ -140,18 +150,18 @@ def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     """
     from ..solver import improve  # needs the extra
 
-    found, proven = [], []
-    for place in wanted.places:
-        better = improve(
+    found = [
+        improve(
             _start(wanted._replace(places=[place])),
             wanted.costs,
             cap=wanted.cap,
             seconds=seconds / len(wanted.places),
             seed=seed,
         )
-        found.append(better.schedule)
-        proven.append(better.proven)
-    return _certified(wanted, _shortest(wanted, shortest(found, wanted.costs)), min(proven))
+        for place in wanted.places
+    ]
+    split = shortest((better.schedule for better in found), wanted.costs)
+    return _certified(wanted, _shortest(wanted, split), min(better.proven for better in found))
 
 
 def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
@@ -159,7 +169,7 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
     named tables that placement and cap allow; with each backward whole or split, as is shorter.
     """
     costs = wanted.costs
-    if simulate(split, costs).makespan <= _bound(wanted):
+    if simulate(split, costs).makespan <= wanted.bound:
         return split
     # List scheduling is a heuristic: the table for equal costs may be the shorter one.
     equal = wanted._replace(costs=Costs(release=costs.release))
@@ -198,9 +208,8 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     from ..solver import least_period  # needs the extra
 
     costs = wanted.costs
-    found: list[tuple[float, float, int, Schedule]] = []
-    for place in wanted.places:
-        steady = least_period(
+    turns = (
+        least_period(
             place,
             costs,
             microbatches=wanted.microbatches,
@@ -208,39 +217,22 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
             seconds=seconds / len(wanted.places),
             seed=seed,
         )
-        if steady is not None:
-            makespan = simulate(steady.schedule, costs).makespan
-            found.append((steady.period, makespan, len(found), steady.schedule))
+        for place in wanted.places
+    )
+    found = [turn for turn in turns if turn is not None]
     if not found:
         raise ScheduleError(
             "auto cannot be built:\n"
             f"  search={seconds:g} found no steady state in its time; give it more seconds"
         )
-    period, _, _, table = min(found)
-    bound = _bound(wanted, Objective.PERIOD)
-    certificate = Certificate(
-        Objective.PERIOD, period, bound, Proof.RELAXATION, wanted.requested_cap
-    )
-    return replace(table, certificate=certificate)
-
-
-def _bound(wanted: _Wanted, objective: Objective = Objective.MAKESPAN) -> float:
-    """What no schedule goes below."""
-    return min(
-        lower_bound(
-            wanted.costs,
-            placement=place,
-            microbatches=wanted.microbatches,
-            max_activations=wanted.requested_cap,
-            objective=objective,
-        )
-        for place in wanted.places
-    )
+    period, table = min(found, key=lambda t: (t.period, simulate(t.schedule, costs).makespan))
+    proven = wanted.bound, Proof.RELAXATION, wanted.requested_cap
+    return replace(table, certificate=Certificate(Objective.PERIOD, period, *proven))
 
 
 def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
     """The schedule with its certificate; `proven` by the solver, under the cap that it had."""
-    costs, cap, bound = wanted.costs, wanted.requested_cap, _bound(wanted)
+    costs, cap, bound = wanted.costs, wanted.requested_cap, wanted.bound
     proof = Proof.RELAXATION
     # The solver's tables are of F, I and W alone.
     alone = costs.recompute is None and is_cheapest_in_parts(costs.for_stages(schedule.num_stages))
