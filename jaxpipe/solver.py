@@ -5,8 +5,9 @@ Both models are the job shop of `engine.bounds`: every stage works in the order 
 which costs nothing.
 
 A small table is ordered as a whole, which may prove it optimal; of a larger one, windows are put
-into a better order.  Which activations live is a matter of order alone, so the cap is written as
-sums over "this W comes before that F"; as intervals that overlap it propagates far less.
+into a better order.  Which activations live is a matter of order alone, so the cap is a reservoir,
+which the solver writes as sums over "this W comes before that F"; as intervals that overlap it
+propagates far less.
 
 In a steady state a turn of some microbatches repeats (modulo scheduling, Rau 1994, "Iterative
 Modulo Scheduling").  An action of a turn starts at `r + q T`, where T is the length of a turn,
@@ -254,31 +255,12 @@ class _Problem(NamedTuple):
         # With one stage a device, the cap is an arc of the job shop.
         if cap is None or len(stages) == 1 or cap >= len(stages) * self.shop.microbatches:
             return
-        begins = [slot for slot in own if nodes[slot[0]].begins]
-        ends = [slot for slot in own if nodes[slot[0]].releases]
+        begins = [(start[slot], 1) for slot in own if nodes[slot[0]].begins]
+        ends = [(start[s] + self._length(s), -1) for s in own if nodes[s[0]].releases]
         held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
-        known: dict[tuple[JobSlot, JobSlot], cp_model.BoolVarT] = {}
-
-        def precedes(one: JobSlot, other: JobSlot) -> cp_model.BoolVarT:
-            """Whether `one` ends before `other` starts; if not, it starts after its end."""
-            if (one, other) not in known:
-                known[one, other] = found = model.new_bool_var("")
-                known[other, one] = ~found
-                later, sooner = start[other] - start[one], start[one] - start[other]
-                model.add(later >= self._length(one)).only_enforce_if(found)
-                model.add(sooner >= self._length(other)).only_enforce_if(~found)
-            return known[one, other]
-
-        for slot in begins:
-            stage, microbatch = nodes[slot[0]].stage, slot[1]
-            # A stage works in the order of microbatches, and a release comes after its F.
-            mine = [s for s in begins if nodes[s[0]].stage == stage and s[1] <= microbatch]
-            taken = [s for s in begins if nodes[s[0]].stage != stage]
-            freed = [s for s in ends if nodes[s[0]].stage != stage or s[1] < microbatch]
-            model.add(
-                held + len(mine) + sum(precedes(s, slot) for s in taken)
-                <= cap + sum(precedes(s, slot) for s in freed)
-            )
+        if begins:
+            times, changes = zip(*begins, *ends, strict=True)
+            model.add_reservoir_constraint(times, changes, -len(ends), cap - held)
 
 
 def solved(
