@@ -67,15 +67,11 @@ def list_schedule(
 
 @dataclass(slots=True)
 class _Device:
-    """One device: the rest of its order, and its activations.
+    """One device: the rest of its order, and its activations."""
 
-    Of each stage and kind only the first action that is left can run: the first of its lane.
-    """
-
-    head: int
-    end: int
+    rest: list[int]
     cap: int
-    lanes: list[deque[int]]
+    lanes: int  # how many stages and kinds its order has
     live: int = 0
     peak: int = 0
     pending: deque[int] = field(default_factory=deque)  # each W whose I has run
@@ -105,16 +101,12 @@ class _ListPolicy:
         readers, reader = np.flatnonzero(need >= 0), np.full(table.num_actions, -1)
         reader[need[readers]] = readers
         self.reader = reader.tolist()
-        self.done = bytearray(table.num_actions)
-        self.lane: dict[int, deque[int]] = {}
+        # Of a stage and kind only the first action that is left can run.
+        self.lane = (table.stage * len(Kind) + table.kind).tolist()
         self.devices = []
-        lane = (table.stage * len(Kind) + table.kind).tolist()
-        for first, row, cap in zip(table.first, order.rows, caps, strict=False):
-            lanes: dict[int, deque[int]] = {}
-            for number in range(first, first + len(row)):
-                self.lane[number] = lanes.setdefault(lane[number], deque())
-                self.lane[number].append(number)
-            self.devices.append(_Device(first, first + len(row), cap, [*lanes.values()]))
+        for row, first, cap in zip(order.rows, table.first[:-1], caps, strict=True):
+            rest = [*range(first, first + len(row))]
+            self.devices.append(_Device(rest, cap, len({self.lane[i] for i in rest})))
 
     def policy(self) -> Iterator[int]:
         """Each device, in order of time, chooses what it starts when it is free or an input has
@@ -142,8 +134,12 @@ class _ListPolicy:
                 heapq.heappush(events, (start, there))
 
     def _book(self, device: _Device, number: int) -> None:
-        """What a device holds after an action."""
+        """What a device holds after an action, and has left."""
         kind = self.kind[number]
+        if kind == W:
+            device.pending.popleft()
+        else:
+            device.rest.remove(number)
         if kind == self.releases:
             device.live -= 1
         if kind == F:
@@ -153,44 +149,37 @@ class _ListPolicy:
             device.pending.append(self.weight[number])
 
     def choose(self, device: _Device, time: float) -> int | None:
-        """The action that the device starts now, taken out of its order, or None to wait."""
-        while device.head < device.end and self.done[device.head]:
-            device.head += 1
-        head, pending = device.head, device.pending
-        if head == device.end:
-            return pending.popleft() if pending else None
+        """The action that the device starts now, or None to wait."""
+        pending = device.pending
+        if not device.rest:
+            return pending[0] if pending else None
+        head = device.rest[0]
         start = self.loop.ready(head)
         full = self.kind[head] == F and device.live >= device.cap
         if start <= time:
-            return pending.popleft() if full else self._taken(head)  # a W, to make room
+            return pending[0] if full else head  # a W, to make room
         number = self._forward(device, time, start)
-        if number is not None:
-            return self._taken(number)
-        if pending:
+        if number is None and pending:
             length = self.loop.duration[pending[0]]
             if full or time + length <= start + self.patience * length:
-                return pending.popleft()
-        return None
-
-    def _taken(self, number: int) -> int:
-        """Take an action out of the order."""
-        self.done[number] = 1
-        self.lane[number].popleft()
+                return pending[0]
         return number
 
     def _forward(self, device: _Device, time: float, until: float) -> int | None:
         """The first action after the head that can be moved up, or None."""
-        loop, kind, done = self.loop, self.kind, self.done
-        ready = sorted(lane[0] for lane in device.lanes if lane and loop.ready(lane[0]) <= time)
-        for number in ready:
-            if until < NEVER and time + loop.duration[number] > until:
-                continue
-            # What the device holds when it has run all of its order before this action, as if
-            # nothing were released meanwhile.
-            if kind[number] != F or device.cap > device.live + sum(
-                kind[i] == F and not done[i] for i in range(device.head, number)
-            ):
-                return number
+        loop, kind, lane, tried = self.loop, self.kind, self.lane, set[int]()
+        # What the device holds when it has run all of its order before an action, as if nothing
+        # were released meanwhile.
+        held = device.live
+        for number in device.rest:
+            if lane[number] not in tried:
+                has_time = loop.ready(number) <= time and time + loop.duration[number] <= until
+                if has_time and (kind[number] != F or held < device.cap):
+                    return number
+                tried.add(lane[number])
+                if len(tried) == device.lanes:
+                    break
+            held += kind[number] == F
         return None
 
 
