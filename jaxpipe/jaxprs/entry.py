@@ -390,13 +390,6 @@ class Piece(NamedTuple):
         own = self.entry.pack(value, 1).reshape(*self.entry.counts, -1)
         return self._add(self._row(row)[0], own)
 
-    def scatter(self, indices: Array, updates: Array, *, eqn: core.JaxprEqn) -> Array:
-        """The array with the updates of a scatter-add into zeros added where they belong in the
-        piece.
-        """
-        own = Total(self.load()).scatter(indices, updates, eqn=eqn)
-        return lax.dynamic_update_slice_in_dim(self.pool, self._raveled(own), self.start, axis=-1)
-
     @property
     def _is_cut(self) -> bool:
         """Whether the partitioner splits its rows."""
@@ -485,11 +478,6 @@ class StackRow(NamedTuple):
         """The stack with a value added to `[row]` of the row."""
         whole = Total(jnp.zeros_like(self.load())).store_row(row, value)
         return self.store(whole)
-
-    def scatter(self, indices: Array, updates: Array, *, eqn: core.JaxprEqn) -> Array:
-        """The stack with the updates of a scatter-add into zeros added to the row."""
-        own = Total(self.load()).scatter(indices, updates, eqn=eqn)
-        return lax.dynamic_update_index_in_dim(self.pool, own, self.row, 0)
 
 
 Destination: TypeAlias = "Slot | Alone | Total | Piece | StackRow"

@@ -357,8 +357,8 @@ def _updates(
             elif name in ("add", "add_any") and once:
                 others = [v for v in eqn.invars if v is not once[0]]
                 found[result] = _Update(target, once[0], others, Slot.add)
-        elif into_zeros and isinstance(target, Total | Piece | StackRow):
-            change = partial(type(target).scatter, eqn=eqn)
+        elif into_zeros and isinstance(target, Total):
+            change = partial(Total.scatter, eqn=eqn)
             found[result] = _Update(target, None, eqn.invars[1:], change)
     return found
 
