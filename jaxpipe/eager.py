@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from .arrays import (
+    Leaf,
     Params,
     PyTree,
     StepResults,
@@ -40,11 +41,11 @@ from .model.settings import has
 from .program.ir import Program, Step, interpret
 from .program.verify import verify
 from .spmd.step import merged_state, scaled_loss, totals
-from .stage.code import ParamUse, StageCode
+from .stage.code import ParamUse, StageCode, inexact
 from .stage.counts import check_count, total_count
 from .stage.model_code import check_state_gradient, uses_of
 from .stage.setup import Setup
-from .stage.trace import no_gradient, trace_last
+from .stage.trace import trace_last
 from .storage.plan import LeafPlan, leaf_plans
 from .table.effects import Liveness, Place
 from .table.kinds import By, Kind
@@ -306,7 +307,7 @@ class _Shard:
 
         def backward(dy: PyTree, later: tuple[PyTree, ...]) -> object:
             seed = () if isinstance(loss, tuple) else self.seed.astype(loss.dtype)
-            zeros = partial(jax.tree.map, no_gradient)
+            zeros = partial(jax.tree.map, _no_gradient)
             return vjp((dy, seed, _filled(later, shapes, zeros)))
 
         return y, returned, backward
@@ -326,6 +327,11 @@ def _part(leaf: Array | np.ndarray, number: int, count: int) -> Array:
     """The rows of one of `count` data shards."""
     size = leaf.shape[0] // count
     return jnp.asarray(leaf[number * size : (number + 1) * size])
+
+
+def _no_gradient(leaf: Leaf) -> np.ndarray:
+    """A cotangent of zeros, of the dtype that JAX wants for the leaf."""
+    return np.zeros(leaf.shape, leaf.dtype if inexact(leaf) else jax.dtypes.float0)
 
 
 def _is_none(node: object) -> bool:

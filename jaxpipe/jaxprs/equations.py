@@ -28,7 +28,8 @@ Pairs: TypeAlias = "Sequence[tuple[Atom, core.Var]]"
 # A jaxpr with values for its constants.  It is a class of its own in JAX 0.11, which JAX 0.12 does
 # not name any more.
 ClosedJaxpr: TypeAlias = core.Jaxpr
-_CLOSED = type(jax.make_jaxpr(lambda: ())())
+_NONE = jax.make_jaxpr(lambda: ())()
+_CLOSED, NOTHING = type(_NONE), _NONE.jaxpr
 
 
 def closed_jaxpr(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike] = ()) -> ClosedJaxpr:
@@ -227,22 +228,27 @@ def results_of(code: ClosedJaxpr, *arguments: object) -> Leaves:
     return [literal(atom) if isinstance(atom, core.Literal) else value for value, atom in pairs]
 
 
+@dataclass(frozen=True, eq=False)
+class TracedFunction[T]:
+    """A function of arguments of some shapes as its jaxpr, and the shapes of its result."""
+
+    closed: ClosedJaxpr
+    shapes: T
+
+    def __call__(self, *arguments: object) -> T:
+        """The result, for arguments of these shapes."""
+        tree = jax.tree.structure(self.shapes)
+        return jax.tree.unflatten(tree, results_of(self.closed, *jax.tree.leaves(arguments)))
+
+
 def traced_once(
     function: Callable[..., T],
     *arguments: object,
     change: Callable[[core.Jaxpr], core.Jaxpr] = lambda jaxpr: jaxpr,
-) -> tuple[Callable[..., T], ClosedJaxpr]:
-    """A function that does the same for arguments of these shapes by its jaxpr, which is changed,
-    so that Python runs the given one once; and the jaxpr.
-    """
+) -> TracedFunction[T]:
+    """The function by its jaxpr, which is changed: Python runs the given one once."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    closed = closed_jaxpr(change(closed.jaxpr), closed.consts)
-    tree = jax.tree.structure(shapes)
-
-    def call(*arguments: object) -> T:
-        return jax.tree.unflatten(tree, results_of(closed, *jax.tree.leaves(arguments)))
-
-    return call, closed
+    return TracedFunction(closed_jaxpr(change(closed.jaxpr), closed.consts), shapes)
 
 
 def by_leaves(
@@ -265,14 +271,28 @@ def with_inputs(closed: ClosedJaxpr) -> core.Jaxpr:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Leaves) -> Leaves:
-    """Run one equation of a jaxpr."""
+def evaluated(
+    closed: ClosedJaxpr, run: Callable[[core.JaxprEqn, Leaves], Leaves], arguments: Iterable[object]
+) -> Leaves:
+    """The results of a jaxpr, each of whose equations `run` evaluates for values of its inputs."""
+    jaxpr, inputs = closed.jaxpr, [*closed.consts, *arguments]
+    env: dict[Atom, object] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+    def values(atoms: Sequence[Atom]) -> Leaves:
+        return [literal(a) if isinstance(a, core.Literal) else env[a] for a in atoms]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, run(eqn, values(eqn.invars)), strict=True))
+    return values(jaxpr.outvars)
+
+
+def bind(eqn: core.JaxprEqn, inputs: Leaves) -> Leaves:
+    """Run one equation."""
     pairs = zip(eqn.invars, inputs, strict=True)
     named = {v: value for v, value in pairs if isinstance(v, core.Var)}
     newvar = core.gensym()
     outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
-    opened = jaxpr.replace(constvars=[])
-    single = with_equations(opened, [eqn.replace(outvars=outs)], list(named), outs)
+    single = with_equations(NOTHING, [eqn.replace(outvars=outs)], list(named), outs)
     return core.jaxpr_as_fun(closed_jaxpr(single))(*named.values())
 
 

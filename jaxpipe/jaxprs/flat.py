@@ -14,8 +14,8 @@ from .equations import (
     ClosedJaxpr,
     bind,
     closed_jaxpr,
+    evaluated,
     every_equation,
-    literal,
     scan_counts,
     scan_params,
     substituted,
@@ -87,28 +87,21 @@ def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 def _inlined(closed: ClosedJaxpr, *arguments: jax.Array) -> Leaves:
     """Evaluate a jaxpr without its calls, also in scans, whose bodies then hold no constants."""
-    jaxpr = closed.jaxpr
-    inputs = [*closed.consts, *arguments]
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    return evaluated(closed, _run, arguments)
 
-    def read(atom: Atom) -> jax.Array:
-        return literal(atom) if isinstance(atom, core.Literal) else env[atom]
 
-    for eqn in jaxpr.eqns:
-        inputs, params = list(map(read, eqn.invars)), eqn.params
-        if eqn.primitive.name in CALLS:
-            body = params.get("call_jaxpr") or params["jaxpr"]
-            # That of remat has no constants, and in JAX 0.11 no field for them.
-            outs = _inlined(body if hasattr(body, "consts") else closed_jaxpr(body), *inputs)
-        else:
-            if eqn.primitive.name == "scan":
-                flat = flatten(params["jaxpr"])
-                inputs = [*flat.consts, *inputs]
-                consts, carry = scan_counts(eqn)
-                counts = consts + len(flat.consts), carry, len(eqn.invars) - consts - carry
-                params = params | {"jaxpr": closed_jaxpr(with_inputs(flat))}
-                params = params | scan_params(*counts, len(eqn.outvars) - carry)
-                eqn = eqn.replace(invars=[*flat.jaxpr.constvars, *eqn.invars], params=params)
-            outs = bind(jaxpr, eqn, inputs)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
+def _run(eqn: core.JaxprEqn, inputs: Leaves) -> Leaves:
+    params = eqn.params
+    if eqn.primitive.name in CALLS:
+        body = params.get("call_jaxpr") or params["jaxpr"]
+        # That of remat has no constants, and in JAX 0.11 no field for them.
+        return _inlined(body if hasattr(body, "consts") else closed_jaxpr(body), *inputs)
+    if eqn.primitive.name == "scan":
+        flat = flatten(params["jaxpr"])
+        inputs = [*flat.consts, *inputs]
+        consts, carry = scan_counts(eqn)
+        counts = consts + len(flat.consts), carry, len(eqn.invars) - consts - carry
+        params = params | {"jaxpr": closed_jaxpr(with_inputs(flat))}
+        params = params | scan_params(*counts, len(eqn.outvars) - carry)
+        eqn = eqn.replace(invars=[*flat.jaxpr.constvars, *eqn.invars], params=params)
+    return bind(eqn, inputs)

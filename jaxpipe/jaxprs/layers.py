@@ -6,7 +6,7 @@ a row of a stack is copied where it is read and where it is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,12 +16,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaf, Leaves
-from .equations import Atom, ClosedJaxpr, bind, closed_jaxpr, literal, scan_counts, shaped
+from ..arrays import Leaves
+from .equations import (
+    ClosedJaxpr,
+    TracedFunction,
+    bind,
+    closed_jaxpr,
+    evaluated,
+    scan_counts,
+    shaped,
+)
 from .flat import CALLS, REMAT
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("of",))
 @dataclass(frozen=True)
 class Layers:
     """A stack [layers, ...] as a tree of its rows; `of` is the number of the argument whose rows
@@ -37,22 +45,13 @@ class Layers:
         row = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
         return cls((row,) * stack.shape[0], of)
 
-    def tree_flatten(self) -> tuple[tuple[Leaf, ...], int | None]:
-        """The rows."""
-        return self.rows, self.of
-
-    @classmethod
-    def tree_unflatten(cls, of: int | None, rows: Iterable[Leaf]) -> Layers:
-        """The inverse of `tree_flatten`."""
-        return cls(tuple(rows), of)
-
 
 # A value, or a stack as its rows.
 _Stacked: TypeAlias = "jax.Array | Layers"
 
 
 def in_layers[T](
-    function: Callable[..., T],
+    function: TracedFunction[T],
     arguments: Sequence[object],
     candidates: Sequence[bool],
     limit: int,
@@ -65,8 +64,7 @@ def in_layers[T](
     that nothing reads other than row by row are taken apart.
     """
     leaves, tree = jax.tree.flatten(list(arguments))
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    results = jax.tree.structure(shapes)
+    closed, results = function.closed, jax.tree.structure(function.shapes)
     chosen = {
         i
         for i, (leaf, allowed) in enumerate(zip(leaves, candidates, strict=False))
@@ -123,20 +121,12 @@ class _Scans:
 
     def _run(self, closed: ClosedJaxpr, *arguments: _Stacked) -> Leaves:
         """The results, still in layers where they are."""
-        jaxpr = closed.jaxpr
-        inputs = [*closed.consts, *arguments]
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
-        def read(atom: Atom) -> _Stacked:
-            return literal(atom) if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            values = list(map(read, eqn.invars))
+        def run(eqn: core.JaxprEqn, values: Leaves) -> Leaves:
             outs = self._in_layers(eqn, values) if any(map(_is_layers, values)) else None
-            if outs is None:
-                outs = bind(jaxpr, eqn, list(map(self._whole, values)))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
+            return bind(eqn, list(map(self._whole, values))) if outs is None else outs
+
+        return evaluated(closed, run, arguments)
 
     def _in_layers(self, eqn: core.JaxprEqn, values: Leaves) -> Leaves | None:
         """The results of an equation that takes layers as they are; None where it does not."""

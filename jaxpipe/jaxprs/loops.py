@@ -99,6 +99,6 @@ def with_counted_loops[**P, T](function: Callable[P, T]) -> Callable[P, T]:
         of_tracers, tracers = by_leaves(
             lambda args, kwargs: function(*args, **kwargs), (args, kwargs), varies
         )
-        return traced_once(of_tracers, tracers, change=counting)[0](tracers)
+        return traced_once(of_tracers, tracers, change=counting)(tracers)
 
     return call

@@ -268,7 +268,7 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
             written.update(v for v in outs if v in targets)
             late.note(eqn, [*state.carry, *state.stacks])
         else:
-            arrays = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
+            arrays = bind(eqn, [_load(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, arrays, strict=True))
             stored = [v for v in eqn.outvars if v in targets]
             for v in stored:

@@ -281,8 +281,6 @@ class DeviceAction:
         """
         if place is Place.LOSSES:  # the cotangent of a loss
             seed = self.step.share_seed if self.use.block.is_share else self.step.seed
-            if by is By.LAST:
-                return [seed]
             return [seed.astype(a.dtype) for a in self._operand(by).code.avals[place]]
         if place in found:
             return found[place]

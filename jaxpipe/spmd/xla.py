@@ -131,7 +131,7 @@ def mapped[T](
     changes = Reductions(single, widen=on_cpus)
 
     def call(*arguments: object) -> T:
-        return traced_once(function, *arguments, change=changes.within)[0](*arguments)
+        return traced_once(function, *arguments, change=changes.within)(*arguments)
 
     is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
     return jax.shard_map(

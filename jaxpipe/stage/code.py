@@ -36,6 +36,7 @@ from ..arrays import Avals, Leaf, Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs.cut import cut, drop_dead, equal_outputs, keep_first, known_from, needed_for
 from ..jaxprs.equations import (
+    NOTHING,
     ClosedJaxpr,
     closed_jaxpr,
     collectives,
@@ -113,9 +114,6 @@ def by_place(trees: Mapping[Place, PyTree]) -> dict[Place, Avals]:
     return avals | {place: tuple(filter(inexact, avals[of])) for place, of in GRADIENT_OF.items()}
 
 
-_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageCode:
     """The pieces of the function of a stage, or of `first` or `last`, and their inputs and results
@@ -135,13 +133,13 @@ class StageCode:
     # by place: inputs, SENT_X what a stage returns, LOSSES its loss, STAGE_STATE the state after
     # it, AUX what `last` returns besides its loss, and gradients
     avals: Mapping[Place, Avals]
-    hoist: core.Jaxpr = _NOTHING
-    forward: core.Jaxpr = _NOTHING
-    evaluate: core.Jaxpr = _NOTHING
-    recompute: core.Jaxpr = _NOTHING
-    backward: core.Jaxpr = _NOTHING
-    input_grad: core.Jaxpr = _NOTHING
-    weight_grad: core.Jaxpr = _NOTHING
+    hoist: core.Jaxpr = NOTHING
+    forward: core.Jaxpr = NOTHING
+    evaluate: core.Jaxpr = NOTHING
+    recompute: core.Jaxpr = NOTHING
+    backward: core.Jaxpr = NOTHING
+    input_grad: core.Jaxpr = NOTHING
+    weight_grad: core.Jaxpr = NOTHING
     wants: frozenset[str] = OUTER_WANTS  # keywords whose values differ by microbatch or stage
     liveness: Liveness = field(default_factory=Liveness)
     offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
@@ -310,15 +308,20 @@ def _repeated(form: Form) -> Callable[[core.JaxprEqn], bool]:
     return is_elementwise if form.functions else is_arithmetic
 
 
-def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
-    """Cut a jaxpr whose first inputs are constants and parameters in two: (consts, params) -> once,
-    which is computed once a step, and the rest.
+def hoist(
+    joint: core.Jaxpr, code: StageCode, *, results: int, start: int
+) -> tuple[core.Jaxpr, core.Jaxpr]:
+    """Cut a jaxpr of forward and backward, (consts, params, x, extra, dy) -> results, gradients, in
+    two: (consts, params) -> once, which is computed once a step, and the rest, which takes `once`
+    after `extra`.
 
-    `known` says for each constant and parameter whether values that depend on it alone are computed
-    once.  Such values are inputs of the rest, after its first `at` inputs.  Equal values are
-    computed once only: under remat the backward repeats the forward's.
+    Equal values are computed once only: under remat the backward repeats the forward's.  Numbers
+    are made inside scans, and gradients in the dtype of their accumulators, by equations from
+    `start` on.
     """
-    head, count = len(known), len(jaxpr.invars)
+    known, at, count = code.known, code.num_inputs, len(joint.invars)
+    head, totals = len(known), code.totals(range(results, len(joint.outvars)))
+    jaxpr = with_wide_products(into_scans(joint), totals, start=start)
     marks = [*known, *(False for _ in range(count - head))]
     jaxpr = with_fp8_rows(jaxpr, marks)
     first, second = cut(
@@ -342,14 +345,10 @@ def pieces(
     """
     total, outputs = code.num_inputs, code.num_outputs + appended
     dy = len(joint.invars) - total
-    known = code.known
-    jaxpr = with_wide_products(
-        into_scans(joint), code.totals(range(outputs, len(joint.outvars))), start=split
-    )
-    before = jaxpr.eqns[:split]
+    known, before = code.known, joint.eqns[:split]
     whole = {id(eqn) for eqn in before}
     computed = {v for eqn in before for v in eqn.outvars}
-    once, rest = hoist(jaxpr, known, at=total)
+    once, rest = hoist(joint, code, results=outputs, start=split)
     start = total + len(once.outvars)
 
     # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is

@@ -46,7 +46,7 @@ from .code import RESIDUALS, ParamUse, StageCode, cut_last, inexact
 from .codes import ModelCode
 from .counts import check_count
 from .setup import Inputs, Setup
-from .trace import trace_last, trace_spread_first, trace_stage
+from .trace import trace_last, trace_stage
 
 # The parameters (a stage's own and the shared ones), x, and the further arguments.
 _Arguments: TypeAlias = "tuple[PyTree, PyTree, Extra]"
@@ -133,12 +133,14 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
         is_share = functions.spreads(key)
-        make_first = trace_spread_first if is_share else partial(trace_stage, form=setup.form)
-        make: Callable[..., StageCode] = make_first if key == "first" else trace_last
+        make: Callable[..., StageCode] = (
+            partial(trace_stage, form=setup.form) if key == "first" else trace_last
+        )
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = uses_of(setup, own, leaf_plans(setup.plans[key])) + shared_uses
-        if is_share and key == "last":
-            run = partial(_of_whole, run, setup.axis)
+        if is_share:
+            # The gradient of a lookup needs no residuals; another `first` is run again for it.
+            run = jax.checkpoint(run) if key == "first" else partial(_of_whole, run, setup.axis)
         with refusing(key):
             extra = extra_of(OUTER_WANTS)
             code = make(run, (own, shared), x, extra, uses, training=setup.training)
@@ -277,9 +279,9 @@ def _trace_one(
             passed = functions.carried(stage, *inputs)
             params, x, extra = inputs
             whole = params, x, extra | ({"carried": passed} if passed else {})
-            call, closed = traced_once(run, *whole)
+            call = traced_once(run, *whole)
             # before a derivative, which JAX refuses in words of its own
-            check_equations(name, [closed.jaxpr])
+            check_equations(name, [call.closed.jaxpr])
             if keeps_state:
                 check_state_gradient(name, call, whole, [use.trained for use in uses])
             code = trace_stage(

@@ -1,5 +1,5 @@
-"""Trace a stage function once, with its `jax.vjp`, into one jaxpr of forward and backward; and
-`last` with its gradients, and a `first` that is spread over the pipe axis.
+"""Trace a function once, with its `jax.vjp`, into one jaxpr of forward and backward: a stage or
+`first`, which is cut into its pieces, and `last` with its gradients.
 
 A forward that appends rows to buffers is traced as if the buffers had the rows already.  Then
 equations that write the rows are put before every reader of the buffers.  A buffer is an input of
@@ -9,8 +9,9 @@ all pieces of a stage, and never a residual.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaf, Leaves, PyTree, shapes_of
+from ..arrays import Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -38,7 +39,6 @@ from ..jaxprs.equations import (
 from ..jaxprs.flat import flatten, stores_on_host
 from ..jaxprs.layers import in_layers
 from ..jaxprs.loops import traced
-from ..jaxprs.products import with_wide_products
 from ..lowering.target import Form
 from ..model.functions import Extra, StageOutput
 from ..table.effects import Place
@@ -127,76 +127,18 @@ def trace_stage(
         after, rows = (more.carried, more.rows) if passed else ((), ())
         return ((y, after), more.loss), (more.state, rows)
 
-    layers = [0] * len(uses)
-    if form.layers:
-        apart = [use.in_layers for use in uses]
-        run, (params, *_), layers = in_layers(run, (params, (x, passed), extra), apart, form.layers)
-        pairs = zip(uses, layers, strict=True)
-        uses = [use for use, count in pairs for _ in range(count or 1)]
-    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves((x, passed)))]
-
-    def split(params: PyTree, held: PyTree, extra: Extra) -> tuple[PyTree, PyTree, PyTree]:
-        if not training:
-            return (*run(params, held, extra), ())
-        of_wanted, leaves = by_leaves(lambda p, h: run(p, h, extra), (params, held), wanted)
-        y, vjp, state = jax.vjp(of_wanted, leaves, has_aux=True)
-        return y, state, vjp
-
-    forward, shapes = jax.make_jaxpr(split, return_shape=True)(params, (x, passed), extra)
-    returned, (state, rows), vjp = shapes
-    (y, _), loss = returned
-    vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
-    leaves, tree = jax.tree.flatten(returned)
-
-    def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
-        if not training:
-            return ()
-        cotangents = iter(dy)
-        full = [next(cotangents) if inexact(leaf) else no_gradient(leaf) for leaf in leaves]
-        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(tree, full))
-
-    dy = list(filter(inexact, leaves)) if training else []
-    backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
-    flat = flatten(forward), flatten(backward)
-    code = StageCode(
-        consts=(*flat[0].consts, *flat[1].consts),
-        uses=tuple(uses),
-        layers=tuple(layers),
-        num_extra=len(jax.tree.leaves(extra)),
+    arguments = params, (x, passed), extra
+    joint = _traced(run, *arguments, uses, training=training, layers=form.layers)
+    ((y, _), loss), (state, rows) = joint.results
+    returned = {Place.SENT_X: y, Place.LOSSES: loss, Place.STAGE_STATE: state}
+    code = replace(
+        joint.code,
         y_tree=jax.tree.structure(y),
-        avals=by_place(
-            given
-            | {Place.SENT_X: y, Place.LOSSES: loss, Place.STAGE_STATE: state}
-            | {Place.STAGE_GRADIENTS: _with_gradient(params, uses) if training else ()}
-        ),
+        avals=by_place({**joint.code.avals, **given, **returned}),
     )
     appended = len(jax.tree.leaves(rows))
-    joint = _join(flat[0].jaxpr, flat[1].jaxpr, code.num_outputs + appended)
-    code = pieces(joint, len(flat[0].jaxpr.eqns), code, appended=appended, form=form)
-    return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
-
-
-def no_gradient(leaf: Leaf) -> np.ndarray:
-    """A cotangent of zeros, of the dtype that JAX wants for the leaf."""
-    return np.zeros(leaf.shape, leaf.dtype if inexact(leaf) else jax.dtypes.float0)
-
-
-def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr:
-    """Join both into one jaxpr, in which the backward reads the forward's variables."""
-    residuals = forward.outvars[outputs:]
-    dy = backward.invars[len(residuals) :]
-    joined = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
-    return with_equations(
-        forward,
-        [*forward.eqns, *joined.eqns],
-        [*forward.constvars, *backward.constvars, *forward.invars, *dy],
-        [*forward.outvars[:outputs], *joined.outvars],
-    ).replace(constvars=[])
-
-
-def _with_gradient(params: PyTree, uses: Sequence[ParamUse]) -> Leaves:
-    """The parameters that are trained."""
-    return list(compress(jax.tree.leaves(params), (use.trained for use in uses)))
+    code = pieces(joint.jaxpr, joint.forward, code, appended=appended, form=form)
+    return writing_rows(code, appended)
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -211,93 +153,87 @@ def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns, effects=plain(jaxpr.effects))
 
 
-@dataclass(frozen=True)
-class _AtOnce:
-    """A function traced with its gradient: `jaxpr(consts, params, x, extra, late) -> results,
-    dparams, dx`, and the shapes of the results.
+class _Joint(NamedTuple):
+    """A function traced with its gradient: `jaxpr(consts, params, x, extra, dy) -> results,
+    dparams, dx`.
+
+    Attributes:
+        code: what is known of the function, without any piece.
+        forward: the number of equations before those of the gradient.
+        results: the shapes of the results.
     """
 
     code: StageCode
     jaxpr: core.Jaxpr
+    forward: int
     results: PyTree
 
-    @property
-    def num_results(self) -> int:
-        """The number of results before gradients."""
-        return len(jax.tree.leaves(self.results))
 
-    def hoisted(self) -> StageCode:
-        """`backward(params, x, extra, once, late) -> results, dparams, dx`, and `evaluate` for the
-        results alone.
-        """
-        code, late = self.code, len(self.jaxpr.invars) - self.code.num_inputs
-        jaxpr = with_wide_products(
-            self.jaxpr, code.totals(range(self.num_results, len(self.jaxpr.outvars)))
-        )
-        once, body = hoist(jaxpr, code.known, at=code.num_inputs)
-        evaluate = drop_dead(body.replace(outvars=body.outvars[: self.num_results]))
-        evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - late])
-        return replace(code, hoist=once, evaluate=evaluate, backward=body)
-
-    def without_last_cotangent(self) -> tuple[_AtOnce, bool]:
-        """The same with zeros in its place, and whether a gradient depends on it."""
-        jaxpr = self.jaxpr
-        *given, dropped = jaxpr.invars
-        grads = drop_dead(jaxpr.replace(outvars=jaxpr.outvars[self.num_results :]))
-        zero = core.Literal(np.zeros((), shaped(dropped).dtype), dropped.aval)
-        changed = renamed(jaxpr.replace(invars=given), {dropped: zero})
-        return replace(self, jaxpr=changed), reads(grads)[-1]
-
-    def of_extra(self, number: int) -> ClosedJaxpr | None:
-        """`extra` -> the result of this number; None where parameters or x determine it too.
-
-        Effects such as prints are left out.
-        """
-        code, jaxpr, out = self.code, self.jaxpr, [self.jaxpr.outvars[number]]
-        eqns = producers(variables(out), jaxpr.eqns)
-        own = drop_dead(with_equations(jaxpr, eqns, jaxpr.invars, out))
-        consts, end = len(code.consts), code.num_inputs
-        start = end - code.num_extra
-        if any(reads(own)[consts:start]):
-            return None
-        ins = own.invars
-        alone = own.replace(constvars=ins[:consts], invars=ins[start:end])
-        return closed_jaxpr(alone, code.consts)
-
-
-def _trace_at_once(
-    function: Callable[..., tuple[Leaves, PyTree]],
+def _traced(
+    function: Callable[[PyTree, PyTree, Extra], tuple[PyTree, PyTree]],
     params: PyTree,
     x: PyTree,
     extra: Extra,
     uses: Sequence[ParamUse],
-    late: Leaves,
     *,
     training: bool,
-) -> _AtOnce:
-    """Trace `function(params, x, extra) -> values, results` with the gradient of the values, whose
-    cotangents are `late`; without `training` there are no gradients.
+    layers: int = 0,
+) -> _Joint:
+    """Trace a function with two results, and the gradient of the floating leaves of the first,
+    whose cotangents are dy; without `training` there are no gradients.  Scans over at most
+    `layers` layers are taken apart.
     """
+    traced = traced_once(function, params, x, extra)
+    call: Callable[..., tuple[PyTree, PyTree]] = traced
+    counts = [0] * len(uses)
+    if layers:
+        apart = [use.in_layers for use in uses]
+        call, (params, *_), counts = in_layers(traced, (params, x, extra), apart, layers)
+        pairs = zip(uses, counts, strict=True)
+        uses = [use for use, count in pairs for _ in range(count or 1)]
     wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(x))]
 
-    def whole(params: PyTree, x: PyTree, extra: Extra, late: Leaves) -> tuple[PyTree, Leaves]:
+    def whole(params: PyTree, x: PyTree, extra: Extra, dy: Leaves) -> tuple[PyTree, Leaves]:
+        def valued(params: PyTree, x: PyTree) -> tuple[Leaves, PyTree]:
+            results = call(params, x, extra)
+            return _floating(results[0]), results
+
         if not training:
-            return function(params, x, extra)[1], []
-        call, leaves = by_leaves(lambda p, x: function(p, x, extra), (params, x), wanted)
-        values, vjp, results = jax.vjp(call, leaves, has_aux=True)
-        (grads,) = vjp([d.astype(v.dtype) for d, v in zip(late, values, strict=True)])
+            return call(params, x, extra), []
+        _, vjp, results = jax.vjp(*by_leaves(valued, (params, x), wanted), has_aux=True)
+        (grads,) = vjp(lax.optimization_barrier(dy))
         return results, grads
 
-    closed, (results, _) = jax.make_jaxpr(whole, return_shape=True)(params, x, extra, late)
+    dy = _floating(traced.shapes[0])
+    closed = jax.make_jaxpr(whole)(params, x, extra, dy)
     flat = flatten(closed)
-    jaxpr = _without_axes(with_inputs(flat))
+    jaxpr, forward = _without_barrier(_without_axes(with_inputs(flat)), len(dy))
+    trained = compress(jax.tree.leaves(params), (use.trained for use in uses))
     code = StageCode(
         consts=tuple(flat.consts),
         uses=tuple(uses),
+        layers=tuple(counts),
         num_extra=len(jax.tree.leaves(extra)),
-        avals=by_place({Place.X: x, Place.STAGE_GRADIENTS: _with_gradient(params, uses)}),
+        avals=by_place({Place.STAGE_GRADIENTS: list(trained) if training else ()}),
+        offloads=stores_on_host(closed.jaxpr),
     )
-    return _AtOnce(code, jaxpr, results)
+    return _Joint(code, jaxpr, forward, traced.shapes)
+
+
+def _floating(tree: PyTree) -> Leaves:
+    """The leaves that have a gradient."""
+    return list(filter(inexact, jax.tree.leaves(tree)))
+
+
+def _without_barrier(jaxpr: core.Jaxpr, count: int) -> tuple[core.Jaxpr, int]:
+    """The jaxpr without the barrier through which its last `count` inputs go, and the number of
+    equations before it.
+    """
+    late, eqns = {*jaxpr.invars[len(jaxpr.invars) - count :]}, jaxpr.eqns
+    readers = (i for i, e in enumerate(eqns) if not late.isdisjoint(variables(e.invars)))
+    at = next(readers, len(eqns))
+    barrier = [pair for e in eqns[at : at + 1] for pair in zip(e.outvars, e.invars, strict=True)]
+    return renamed(jaxpr.replace(eqns=[*eqns[:at], *eqns[at + 1 :]]), dict(barrier)), at
 
 
 def trace_last(
@@ -314,54 +250,42 @@ def trace_last(
     forward.
     """
 
-    def call(*arguments: object) -> tuple[Leaves, PyTree]:
+    def call(*arguments: object) -> tuple[PyTree, PyTree]:
         loss, aux = function(*arguments)
-        counts = jax.tree.leaves(aux["count"]) or [jnp.zeros(())]
-        return [loss, *counts], (loss, aux)
+        return (loss, aux["count"]), aux["metrics"]
 
-    # the widest dtype, so that the seed of a float64 loss is not rounded
-    seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    at_once = _trace_at_once(call, params, y, extra, uses, [seed, seed], training=training)
-    at_once, loses_count = at_once.without_last_cotangent()
-    loss, aux = at_once.results
-    code = at_once.hoisted()
-    return replace(
-        code,
+    joint = _traced(call, params, y, extra, uses, training=training)
+    (loss, count), metrics = joint.results
+    aux, jaxpr = {"count": count, "metrics": metrics}, joint.jaxpr
+    code = replace(
+        joint.code,
         y_tree=jax.tree.structure(aux),
-        avals=by_place({**code.avals, Place.LOSSES: loss, Place.AUX: aux}),
-        # the results are the loss, the count and metrics
-        count=at_once.of_extra(1) if jax.tree.leaves(aux["count"]) else None,
-        loses_count=loses_count,
+        avals=by_place({**joint.code.avals, Place.X: y, Place.LOSSES: loss, Place.AUX: aux}),
     )
+    results = len(jax.tree.leaves(joint.results))
+    if jax.tree.leaves(count):
+        grads = drop_dead(jaxpr.replace(outvars=jaxpr.outvars[results:]))
+        *given, dropped = jaxpr.invars
+        zero = core.Literal(np.zeros((), shaped(dropped).dtype), dropped.aval)
+        jaxpr = renamed(jaxpr.replace(invars=given), {dropped: zero})
+        _, number, *_ = jaxpr.outvars
+        code = replace(code, count=_of_extra(jaxpr, code, number), loses_count=reads(grads)[-1])
+    once, backward = hoist(jaxpr, code, results=results, start=joint.forward)
+    evaluate = drop_dead(backward.replace(outvars=backward.outvars[:results]))
+    evaluate = evaluate.replace(invars=evaluate.invars[: code.num_inputs + len(once.outvars)])
+    return replace(code, hoist=once, evaluate=evaluate, backward=backward)
 
 
-def trace_spread_first(
-    function: Callable[..., PyTree],
-    params: PyTree,
-    x: tuple[()],
-    extra: Extra,
-    uses: Sequence[ParamUse],
-    *,
-    training: bool,
-) -> StageCode:
-    """Trace `function(params, x, extra) -> y`, where x is (), and its gradient.  The forward leaves
-    no residuals: the gradient of a lookup needs none.
+def _of_extra(jaxpr: core.Jaxpr, code: StageCode, result: Atom) -> ClosedJaxpr | None:
+    """`extra` -> this result; None where parameters or x determine it too.
 
-    Another function is run again for its gradient.  The code has no input, residuals, I or W.
+    Effects such as prints are left out.
     """
-
-    def call(*arguments: object) -> tuple[Leaves, PyTree]:
-        y = jax.tree.map(jnp.asarray, function(*arguments))
-        return list(filter(inexact, jax.tree.leaves(y))), y
-
-    call, _ = traced_once(call, params, x, extra)
-    dy, y = jax.eval_shape(call, params, x, extra)
-    code = _trace_at_once(call, params, x, extra, uses, dy, training=training).hoisted()
-    gradients = code.backward.outvars[len(jax.tree.leaves(y)) :]
-    return replace(
-        code,
-        y_tree=jax.tree.structure(y),
-        avals=by_place({**code.avals, Place.SENT_X: y}),
-        forward=code.evaluate,
-        backward=drop_dead(code.backward.replace(outvars=gradients)),
-    )
+    eqns = producers(variables([result]), jaxpr.eqns)
+    own = drop_dead(with_equations(jaxpr, eqns, jaxpr.invars, [result]))
+    consts, end = len(code.consts), code.num_inputs
+    start = end - code.num_extra
+    if any(reads(own)[consts:start]):
+        return None
+    ins = own.invars
+    return closed_jaxpr(own.replace(constvars=ins[:consts], invars=ins[start:end]), code.consts)

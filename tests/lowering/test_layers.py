@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.jaxprs.equations import traced_once
 from jaxpipe.jaxprs.layers import Layers, in_layers
 
 LAYERS = 3
@@ -39,7 +40,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_and_gradients_stay(case):
     function, count = CASES[case]
-    call, (w, x), counts = in_layers(function, (W, X), [True], LAYERS)
+    call, (w, x), counts = in_layers(traced_once(function, W, X), (W, X), [True], LAYERS)
     assert counts == [count]
     assert isinstance(w, Layers) == bool(count)
     assert x is X
@@ -59,7 +60,7 @@ def test_numbers_and_gradients_stay(case):
 
 @pytest.mark.parametrize(("candidates", "limit"), [([False], LAYERS), ([True], LAYERS - 1)])
 def test_others_stay_in_their_scan(candidates, limit):
-    call, (w, _), counts = in_layers(CASES["scan"][0], (W, X), candidates, limit)
+    call, (w, _), counts = in_layers(traced_once(CASES["scan"][0], W, X), (W, X), candidates, limit)
     assert counts == [0]
     assert w is W
     assert "scan" in str(jax.make_jaxpr(call)(W, X))
