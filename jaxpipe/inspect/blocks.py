@@ -24,10 +24,10 @@ from ..spmd.xla import (
     hoisted_specs,
     outer_specs,
 )
-from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
+from ..stage.code import INPUTS, RESIDUALS, RESULTS, StageCode, inexact, signature
 from ..storage.plan import leaf_plans, trained
 from ..table.effects import TOGETHER, Place
-from ..table.kinds import Kind
+from ..table.kinds import By
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
@@ -124,12 +124,12 @@ def stage_blocks(step: TracedStep, kind: int) -> dict[str, Region]:
     start += _free(code.num_inputs - len(start))  # extra
     start += map(SizedValue, hoisted_specs(step.setup, code, entries.parameters))
     seeds = [SizedValue(_WHOLE) for _ in code.avals[Place.LOSSES]]
-    late = [*start, *at(*RESIDUALS, *COTANGENTS), *seeds]
     blocks = {}
-    for kind, places in RESULTS.items():
-        inputs = start if kind in (Kind.F, Kind.R) else late
-        inputs = inputs + at(Place.STASH) if kind is Kind.W else inputs
-        blocks[kind.name] = Region(kind.name, code.of(kind), tuple(inputs), tuple(at(*places)))
+    for kind in RESULTS:
+        called = signature(code, By.STAGE, kind, keeps=True, defers=False)
+        takes = [v for p in called.takes for v in (seeds if p is Place.LOSSES else values[p])]
+        returns = tuple(at(*called.returns))
+        blocks[kind.name] = Region(kind.name, called.jaxpr, (*start, *takes), returns)
     return blocks
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, TypeAlias
 
 import jax
@@ -16,27 +16,18 @@ from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Leaf, Leaves, PyTree, zeros_of
+from ..arrays import Leaf, Leaves, PyTree, is_key, zeros_of
 from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions, traced_once
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
-from ..stage.code import (
-    COTANGENTS,
-    GRADIENT_OF,
-    RESIDUALS,
-    RESULTS,
-    STORED,
-    StageCode,
-    inexact,
-    run,
-)
+from ..stage.code import GRADIENT_OF, STORED, StageCode, inexact, run, signature
 from ..stage.codes import ModelCode
 from ..stage.setup import Setup
 from ..storage.partition import parts_of
 from ..storage.plan import leaf_plans
 from ..storage.table import Home
-from ..table.effects import Place
+from ..table.effects import By, Place
 from ..table.kinds import Kind
 from .pools import StageEntries
 
@@ -192,11 +183,6 @@ def split_entries(
     determine nearly all of them.  Where the partitioner would decide otherwise, it moves that value
     to the split that is chosen here.
     """
-    if not (setup.partition.auto_axes and setup.training):
-        whole = (_WHOLE,)
-        return tuple(
-            StageEntries(whole * len(kind.uses), _stored(setup, kind, {})) for kind in code.kinds
-        )
     return tuple(
         _of_kind(setup, kind, param_specs(setup, kind, code.kind_of.index(number), owned))
         for number, kind in enumerate(code.kinds)
@@ -204,6 +190,8 @@ def split_entries(
 
 
 def _of_kind(setup: Setup, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
+    if not (setup.partition.auto_axes and setup.training):
+        return StageEntries(tuple(specs), _stored(setup, code, {}))
     avals, own = [var.aval for var in code.forward.invars], len(code.known)
     parameters: SplitLeaves = [
         *((aval, _WHOLE) for aval in avals[: len(code.consts)]),
@@ -211,26 +199,29 @@ def _of_kind(setup: Setup, code: StageCode, specs: Sequence[PartitionSpec]) -> S
     ]
     free: SplitLeaves = [(aval, None) for aval in avals[own : code.num_inputs]]  # x and extra
 
-    def specs_from(kind: Kind, *late: SplitLeaves) -> dict[Place, list[PartitionSpec]]:
+    specs_of: dict[Place, list[PartitionSpec]] = {}
+
+    def specs_from(kind: Kind) -> dict[Place, list[PartitionSpec]]:
         """The splits of the results of a kind of action."""
+        called = signature(code, By.STAGE, kind, keeps=True, defers=False)
+        late: SplitLeaves = [
+            pair
+            for place in called.takes
+            for pair in zip(code.avals[place], specs_of[place], strict=True)
+        ]
 
-        def whole(parameters: Leaves, free: Leaves, *late: Leaves) -> Leaves:
+        def whole(parameters: Leaves, free: Leaves, late: Leaves) -> Leaves:
             once = run(code.hoist, *parameters)
-            return run(code.of(kind), *parameters, *free, *once, *chain.from_iterable(late))
+            return run(called.jaxpr, *parameters, *free, *once, *late)
 
-        return code.results(RESULTS[kind], _output_specs(setup, whole, parameters, free, *late))
+        return code.results(called.returns, _output_specs(setup, whole, parameters, free, late))
 
-    specs_of = specs_from(Kind.F)
+    specs_of |= specs_from(Kind.F)
     for gradient, place in GRADIENT_OF.items():
         pairs = zip(code.avals[place], specs_of.get(place, ()), strict=False)
         specs_of[gradient] = [spec for aval, spec in pairs if inexact(aval)]
-    late: SplitLeaves = [
-        pair
-        for place in (*RESIDUALS, *COTANGENTS)
-        for pair in zip(code.avals[place], specs_of[place], strict=True)
-    ]
-    late = [*late, *((loss, _WHOLE) for loss in code.avals[Place.LOSSES])]
-    specs_of[Place.STASH] = specs_from(Kind.I, late)[Place.STASH]
+    specs_of[Place.LOSSES] = [_WHOLE for _ in code.avals[Place.LOSSES]]  # their cotangents
+    specs_of[Place.STASH] = specs_from(Kind.I)[Place.STASH]
     x, y = ([(a.shape, a.dtype) for a in code.avals[p]] for p in (Place.X, Place.SENT_X))
     if x == y:
         # An arriving value is split as the previous stage left it.  A stage that returns the form
@@ -344,8 +335,7 @@ def _lowered_alone(
 
 def _entry(setup: Setup, aval: Leaf, spec: PartitionSpec | None) -> Entry:
     """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    whole = Entry(tuple(aval.shape), tile=() if is_key else setup.target.runs_on.tile)
+    whole = Entry(tuple(aval.shape), tile=() if is_key(aval) else setup.target.runs_on.tile)
     parts = parts_of(spec, setup.mesh)
     if any(whole.shape[part.dim] % part.count for part in parts):
         return whole  # padded parts: left to the partitioner
