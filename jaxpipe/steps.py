@@ -216,7 +216,7 @@ class StepRunner:
     def check(self, given: StepArguments, *, whole: bool = True) -> ByPart:
         """The plans of parameters; PipelineError, before anything is traced, for those that are not
         placed for this schedule or rows that do not divide; `whole`: into all microbatches of the
-        schedule.
+        schedule.  The key was checked before: see `Pipeline`.
         """
         table, layout = self.schedule, self.partition.layout
         params, batch, _, state, scale = given
