@@ -36,14 +36,13 @@ from .model.calls import OUTER_WANTS
 from .model.functions import Extra, StageOutput
 from .model.keys import shard_key
 from .model.layers import OUTER
-from .model.replaced import ADDED
 from .model.settings import has
 from .program.ir import Program, Step, interpret
 from .program.verify import verify
-from .spmd.step import merged_state, scaled_loss, totals
+from .spmd.step import merged_state, totals
 from .stage.code import ParamUse, StageCode, inexact
 from .stage.counts import check_count, total_count
-from .stage.model_code import check_state_gradient, uses_of
+from .stage.model_code import check_state_gradient
 from .stage.setup import Setup
 from .stage.trace import trace_last
 from .storage.plan import LeafPlan, leaf_plans
@@ -135,14 +134,13 @@ class _Shard:
 
         def empty(leaf: Array | np.ndarray, plan: LeafPlan) -> Array | None:
             dtype = accumulator_dtype(leaf.dtype, setup.accumulate)
-            rule = plan.replaced or ADDED
-            return None if plan.frozen else rule.empty(leaf.shape, dtype)
+            return None if plan.frozen else plan.rule.empty(leaf.shape, dtype)
 
-        # accumulators; None for frozen parameters
-        self.total: dict[PartKey, PyTree] = {}
-        for key, tree in self.params.items():
-            like = jax.tree.unflatten(jax.tree.structure(tree), self.plans[key])
-            self.total[key] = jax.tree.map(empty, tree, like)
+        # accumulators by leaf; None for frozen parameters
+        self.totals = {
+            key: list(map(empty, jax.tree.leaves(tree), self.plans[key]))
+            for key, tree in self.params.items()
+        }
         self.placed = params
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
         # the state before a forward: stage, microbatch
@@ -154,14 +152,9 @@ class _Shard:
         """The parameters of a function, and the shared ones."""
         return self.params[key], self.params["shared"]
 
-    def _uses(self, key: PartKey) -> list[ParamUse]:
-        """The uses of these parameters."""
-        names = key, "shared"
-        return [
-            use
-            for name in names
-            for use in uses_of(self.setup, self.params[name], self.plans[name])
-        ]
+    def _trained(self, key: PartKey) -> list[bool]:
+        """Whether each of these parameters, and of the shared ones, has a gradient."""
+        return [not plan.frozen for plan in (*self.plans[key], *self.plans["shared"])]
 
     def _add(
         self, key: PartKey, grads: tuple[PyTree, PyTree], *, microbatch: int, share: float = 1.0
@@ -170,15 +163,11 @@ class _Shard:
         is_last = microbatch == self.setup.num_microbatches - 1
 
         def added(total: Array | None, plan: LeafPlan, grad: Array) -> Array | None:
-            if total is None:
-                return None
-            return (plan.replaced or ADDED).add(total, grad * share, is_last)
+            return None if total is None else plan.rule.add(total, grad * share, is_last)
 
         for name, own in zip((key, "shared"), grads, strict=True):
-            totals, tree = jax.tree.flatten(self.total[name], is_leaf=_is_none)
-            own = jax.tree.leaves(own, is_leaf=_is_none)
-            totals = list(map(added, totals, self.plans[name], own))
-            self.total[name] = jax.tree.unflatten(tree, totals)
+            leaves = jax.tree.leaves(own)
+            self.totals[name] = list(map(added, self.totals[name], self.plans[name], leaves))
 
     def _extra(
         self, of: By, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
@@ -197,16 +186,12 @@ class _Shard:
         extra = self._extra(By.FIRST, 0, microbatch)
         run = partial(self.functions.run_whole, "first", x=(), extra=extra)
         if Place.FIRST_GRADIENTS not in step.makes:
-            if Place.FIRST not in step.makes:
-                return {Place.SENT_X: run(own)}
-            x, vjp = jax.vjp(run, own)
+            x, vjp = jax.vjp(run, own) if Place.FIRST in step.makes else (run(own), None)
             return {Place.SENT_X: x, Place.FIRST: vjp}
-        kept = step.held[Place.FIRST]
+        vjp, dy = step.held[Place.FIRST], step.held.get(Place.SENT_DX)
         if step.kind is Kind.G:  # it has the gradient of the input, and runs `first` again
-            grads = jax.vjp(run, own)[1](kept)
-        else:
-            grads = kept(step.held[Place.SENT_DX])
-        self._add("first", *grads, microbatch=microbatch)
+            (_, vjp), dy = jax.vjp(run, own), vjp
+        self._add("first", *vjp(dy), microbatch=microbatch)
         return {}
 
     def stage(self, step: Step) -> Mapping[Place, object]:
@@ -267,7 +252,8 @@ class _Shard:
         """Find the cotangent of one microbatch's loss, and what is known of counts."""
         assert self.functions.last is not None
         run, own = partial(self.functions.run_whole, "last"), self._of("last")
-        self.counted = trace_last(run, own, y, extra, self._uses("last"))
+        uses = list(map(ParamUse, self._trained("last")))
+        self.counted = trace_last(run, own, y, extra, uses)
         check_count(self.functions.last.name, self.counted)
         stage = jnp.int32(len(self.stages) - 1)
         counts: list[Any] = [
@@ -287,8 +273,8 @@ class _Shard:
         if "state" in self.functions.wants(stage):
             extra["state"] = self.before[stage, step.microbatch]
             if self.setup.training and step.microbatch == 0:
-                trained = [use.trained for use in self._uses(stage)]
-                check_state_gradient(function.name, run, (params, x, extra), trained)
+                inputs, trained = (params, x, extra), self._trained(stage)
+                check_state_gradient(function.name, run, inputs, trained)
         shapes = self.functions.carried(stage, params, x, extra)
         held = (step.held.get(place) for place in (Place.CARRY, Place.BUFFER))
         carried = _filled(held, shapes, zeros_of)
@@ -316,8 +302,11 @@ class _Shard:
         """The losses, what else `last` returned, the state, and the gradients laid out as
         parameters are placed.
         """
-        stages = [self.total[s] for s in self.stages]
-        grads = {key: self.total[key] for key in OUTER}
+        trees = {
+            key: jax.tree.unflatten(jax.tree.structure(tree), self.totals[key])
+            for key, tree in self.params.items()
+        }
+        grads, stages = {key: trees[key] for key in OUTER}, [trees[s] for s in self.stages]
         grads["stages"] = self.setup.layout.place_trees(stages, self.placed["stages"])
         aux = None if self.functions.last is None else stacked(self.aux)
         return jnp.asarray(self.losses), aux, self.state, grads
@@ -334,10 +323,6 @@ def _no_gradient(leaf: Leaf) -> np.ndarray:
     return np.zeros(leaf.shape, leaf.dtype if inexact(leaf) else jax.dtypes.float0)
 
 
-def _is_none(node: object) -> bool:
-    return node is None
-
-
 def _filled[S, T](
     trees: Iterable[T | None], shapes: Iterable[S], zeros: Callable[[S], T]
 ) -> tuple[T, ...]:
@@ -350,23 +335,20 @@ def _finished(shards: list[_Shard]) -> StepResults:
     """The results and gradients of a step: those of the shards, summed along a mapped axis."""
     setup, axis = shards[0].setup, "shards"
     data = (axis,) if setup.data_axes else ()
-    code = shards[0].counted
-    counted = code is not None and code.count is not None
+    code, factor = shards[0].counted, shards[0].scale
 
     def on_shard(
         losses: Array, aux: PyTree, state: list[PyTree], grads: Params
     ) -> tuple[Params, list[PyTree], Params]:
-        results, scale = totals(setup, losses, aux, (), data)
-        results |= scaled_loss(results, shards[0].scale)
+        results, scale = totals(setup, losses, aux, (), data, code=code, scale=factor)
         state = jax.tree.map(lambda leaf: merged_state(setup, leaf, data), state)
-        factor = 1.0 if scale is None or counted else scale
 
         def finished(plan: LeafPlan, param: Array, total: Array | None) -> object:
             if total is None:
                 return None
             if rule := plan.replaced:
                 return rule.next_value(total, setup.num_microbatches, data=data).astype(param.dtype)
-            return lax.psum(total, data) * factor
+            return lax.psum(total, data) * (1.0 if scale is None else scale)
 
         return results, state, jax.tree.map(finished, setup.plans, shards[0].placed, grads)
 

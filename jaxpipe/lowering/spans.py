@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from ..program.segments import (
     BlockUse,
-    Payload,
     Permute,
     Presence,
     Segment,
     TickLoop,
     TickPart,
     TickTemplate,
+    pairs_by,
     room_of,
     ticks_of,
 )
@@ -50,26 +50,14 @@ def permutes_of(ticks: Ticks, slack: NDArray[np.int32], *, room: int = 0) -> tup
     """The permutes that serve ticks: every transfer that any of them makes, with its least slack.
 
     A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
-    has place for (`room_of`). Edges are coloured greedily by payload, delay and direction, so that
-    sources and targets of a permute are distinct. Wrap-around edges of a ring point against their
-    payload's direction, so they come out as a permute of their own.
+    has place for (`room_of`).  Wrap-around edges of a ring point against their payload's direction,
+    so they come out as a permute of their own.
     """
-    groups: dict[tuple[Payload, int, bool], list[dict[int, int]]] = {}
+    edges = []
     for i in np.flatnonzero(slack < NO_TRANSFER).tolist():  # edges are in order
         payload, source, target = ticks.transfers[0][i]
-        delay = min(int(slack[i]), room)
-        colours = groups.setdefault((payload, delay, source > target), [])
-        for pairs in colours:
-            if source not in pairs and target not in pairs.values():
-                break
-        else:
-            colours.append(pairs := {})
-        pairs[source] = target
-    return tuple(
-        Permute(payload, tuple(pairs.items()), delay)
-        for payload, delay, up in sorted(groups)
-        for pairs in groups[payload, delay, up]
-    )
+        edges.append(((payload, min(int(slack[i]), room)), source, target))
+    return tuple(Permute(payload, pairs, delay) for (payload, delay), pairs in pairs_by(edges))
 
 
 class Span(NamedTuple):

@@ -5,7 +5,7 @@ a tick: its blocks, permutes and predicates, and when its transfers are issued a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -42,6 +42,11 @@ class Presence(enum.Enum):
         if hits == 0:
             return cls.NEVER
         return cls.ALWAYS if hits == total else cls.SOMETIMES
+
+    @classmethod
+    def among(cls, needs: NDArray[np.bool_]) -> Presence:
+        """That of those who need it among all."""
+        return cls.of(int(needs.sum()), needs.size)
 
 
 class TickPart(enum.IntEnum):
@@ -166,6 +171,22 @@ class Permute:
         name = "x" if self.payload is Payload.ACTIVATION else "dx"
         late = f" +{self.delay}" if self.delay else ""
         return f"{name}:{' '.join(f'{s}>{t}' for s, t in self.pairs)}{late}"
+
+
+def pairs_by[K: tuple[object, ...]](
+    edges: Iterable[tuple[K, int, int]],
+) -> list[tuple[K, tuple[tuple[int, int], ...]]]:
+    """The pairs of permutes that serve edges (key, source, target), by key: those of a permute have
+    one direction, distinct sources and distinct targets.  An edge is in the first that it fits.
+    """
+    groups: dict[tuple[K, bool], list[dict[int, int]]] = {}
+    for key, source, target in edges:
+        own = groups.setdefault((key, source > target), [])
+        fits = (pairs for pairs in own if source not in pairs and target not in pairs.values())
+        if (pairs := next(fits, None)) is None:
+            own.append(pairs := {})
+        pairs[source] = target
+    return [(key, tuple(pairs.items())) for key, up in sorted(groups) for pairs in groups[key, up]]
 
 
 # Which blocks make and need a payload.

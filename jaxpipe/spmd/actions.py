@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import dropwhile, islice, takewhile
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +23,15 @@ from ..stage.code import INPUTS, RESIDUALS, Signature, signature
 from ..table.effects import TOGETHER, Access, Effect, Place, by_function
 from ..table.kinds import By
 from .block import (
+    BY_CHUNK,
     TOKEN,
     BlockCode,
     Key,
     State,
-    add_at,
     empty,
     held_back,
-    of_chunk,
     one_of,
+    read,
     run_one_of,
     run_where,
     without_weak_types,
@@ -108,32 +107,23 @@ class DeviceAction:
         defers = self.step.code.defers_last
         return signature(self._operand(by).code, by, self.kind, keeps=keeps, defers=defers)
 
-    def _key(self, place: Place) -> Key:
-        """The key of a place of the chunk, or of the one slot."""
-        if self.slots and place in TOGETHER:
-            (slot,) = self.slots
-            return Key(place, slot)
-        return of_chunk(place, self.use.block.chunk)
-
-    def _keys(self, effects: Iterable[Effect], *, reads: bool) -> set[Key]:
-        """The keys of what these effects read, or write."""
-        places = {e.place for e in effects if (e.access is Access.READ) is reads}
-        own = self._states if Place.STAGE_STATE in places else ()
-        slots = {Key(p, slot) for p in places & {*TOGETHER} for slot in self.slots}
-        rest = places - {Place.STAGE_STATE, *(TOGETHER if self.slots else ())}
-        return {*own} | slots | {self._key(p) for p in rest}
-
-    @property
-    def _states(self) -> list[Key]:
-        """The keys of the state that it may use: that of its chunk, or of all chunks that a room
-        holds in turn.
+    def _keys(self, place: Place) -> list[Key]:
+        """The keys of a place that it may use: of its chunk, or of its slots where these are arrays
+        of their own; of states those of all chunks that a room holds in turn.
         """
-        chunks = {self.use.block.chunk}
-        if self.step.rooms:
+        if self.slots and place in TOGETHER:
+            return [Key(place, slot) for slot in self.slots]
+        if self.step.rooms and place is Place.STAGE_STATE:
             every, kinds = self.step.program.schedule.placement, self.step.code.kind_of
             rows = map(enumerate, every.stages_of)
             chunks = {v for row in rows for v, s in row if kinds[s] == self.stage_kind}
-        return [Key(Place.STAGE_STATE, v) for v in sorted(chunks)]
+            return [Key(place, v) for v in sorted(chunks)]
+        return [Key(place, self.use.block.chunk if place in BY_CHUNK else 0)]
+
+    def _key(self, place: Place) -> Key:
+        """The one key of a place."""
+        (key,) = self._keys(place)
+        return key
 
     @property
     def _chunk(self) -> Scalar:
@@ -146,15 +136,12 @@ class DeviceAction:
         self, effects: Iterable[Effect], run: Callable[[State], State], more: Iterable[Key] = ()
     ) -> BlockCode:
         """Code with these effects, which may change `more`."""
-        effects = list(effects)
+        reads, changes = set[Key](), {*more}
+        for effect in effects:
+            own = reads if effect.access is Access.READ else changes
+            own.update(self._keys(effect.place))
         everywhere = self.step.everywhere and not self.use.block.is_collective
-        return BlockCode(
-            self._keys(effects, reads=True),
-            self._keys(effects, reads=False) | {*more},
-            run,
-            everywhere,
-            self.step.code.loops,
-        )
+        return BlockCode(reads, changes, run, everywhere, self.step.code.loops)
 
     def block(self) -> BlockCode:
         """The block of this action alone."""
@@ -163,9 +150,7 @@ class DeviceAction:
             action = self._ordered(state) if self.use.block.is_collective else self
             if self.slots:
                 return action._in_each_slot(action._before(state))
-            code, state = action.begin(state)
-            (outs,) = run_in_slots(code)
-            return action.end(outs, state)
+            return _run_together([action], state)
 
         every = [effect for own in self.effects.values() for effect in own]
         return self._block(every, run_alone)
@@ -197,7 +182,8 @@ class DeviceAction:
 
     def _before(self, state: State) -> State:
         """The state after the functions that run before the main one."""
-        for by in takewhile(lambda by: by is not self.main, self.effects):
+        functions = list(self.effects)
+        for by in functions[: functions.index(self.main)]:
             state = self._nested(by, {}, state)
         return state
 
@@ -206,7 +192,8 @@ class DeviceAction:
     ) -> State:
         """The state with these effects of the main function, and after those that follow it."""
         state = self._stored(effects, found, state)
-        for by in islice(dropwhile(lambda by: by is not self.main, self.effects), 1, None):
+        functions = list(self.effects)
+        for by in functions[functions.index(self.main) + 1 :]:
             state = self._nested(by, found, state)
         return state
 
@@ -287,10 +274,10 @@ class DeviceAction:
         reads = (e for e in self.effects[by] if e.access is Access.READ and e.place is place)
         effect = next(reads, None)
         if effect is not None and place is Place.STAGE_STATE:
-            own = {key.number: state[key] for key in self._states}
+            own = {key.number: state[key] for key in self._keys(place)}
             return taken(self._operand(by).state_places, one_of(own, self._chunk))
         if effect is None:
-            return empty(self._operand(by).code.avals[place]) if by is By.STAGE else []
+            return empty(self._operand(by).code.avals[place])
         held = self._in_pool(effect, state)
         # Residuals, the x of a backward and what passes between slices are read where code needs
         # them; not x where XLA could move a loop of the user's out of its predicate.
@@ -358,21 +345,23 @@ class DeviceAction:
         self, effect: Effect, values: Leaves, state: State, *, where: Flag | None = None
     ) -> State:
         """The state with what an effect writes, where a flag holds."""
-        place, row, key = effect.place, self.row, self._key(effect.place)
+        place, row = effect.place, self.row
         if place is Place.STAGE_STATE:
-            for key in self._states:
+            for key in self._keys(place):
                 old = {NOBODY: state[key]} if self.step.rooms else {}
                 new = put(self._operand(effect.by).state_places, state[key], values)
                 state = state | {key: one_of(old | {key.number: new}, self._chunk)}
             return state
-        operand, old = self._operand(effect.by), state[key]
+        operand, key = self._operand(effect.by), self._key(place)
+        old = state[key]
         after: Leaves | jax.Array
         if place in operand.gradients:
             is_last = self.step.is_last(row.microbatch)
             after = operand.gradients[place].after(old, values, is_last=is_last)
         elif place is Place.LOSSES:
-            (loss,) = values
-            after = add_at(old, row.microbatch, _or_zeros(where, loss))
+            loss = _or_zeros(where, *values)
+            (before,) = read([old], row.microbatch)
+            (after,) = write([old], row.microbatch, [before + loss.astype(old.dtype)])
         elif place is Place.AUX:
             after = write(old, row.microbatch, [_or_zeros(where, leaf) for leaf in values])
         elif place in _SENT:
@@ -391,13 +380,21 @@ def pair_block(forward: DeviceAction, backward: DeviceAction) -> BlockCode:
     The backward reads its residuals before the forward writes its own, because they share pools.
     """
 
-    def run_both(state: State) -> State:
-        ahead, state = forward.begin(state)
-        back, _ = backward.begin(state)
-        back_outs, ahead_outs = run_in_slots(back, ahead)
-        return backward.end(back_outs, forward.end(ahead_outs, state))
+    both = forward, backward
+    return BlockCode.of_all([each.block() for each in both], partial(_run_together, both))
 
-    return BlockCode.of_all((forward.block(), backward.block()), run_both)
+
+def _run_together(actions: Sequence[DeviceAction], state: State) -> State:
+    """The state after actions whose code runs as one; a later one reads its slots before an earlier
+    one writes.
+    """
+    codes: list[InSlots] = []
+    for action in actions:
+        code, state = action.begin(state)
+        codes.insert(0, code)
+    for action, outs in zip(actions, reversed(run_in_slots(*codes)), strict=True):
+        state = action.end(outs, state)
+    return state
 
 
 def _or_zeros(flag: Flag | None, leaf: jax.Array) -> jax.Array:

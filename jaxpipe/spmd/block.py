@@ -37,12 +37,8 @@ class Key(NamedTuple):
 State: TypeAlias = dict[Key, Any]
 
 TOKEN = Key(Place.ORDER)
-_BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE, Place.PARAMETERS, Place.REDUCED)
-
-
-def of_chunk(place: Place, chunk: int) -> Key:
-    """The key of a chunk's part of a place."""
-    return Key(place, chunk if place in _BY_CHUNK else 0)
+# The places of which each chunk has a part.
+BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE, Place.PARAMETERS, Place.REDUCED)
 
 
 def chunks_of(state: State, place: Place) -> list[Leaves]:
@@ -87,17 +83,10 @@ def read(pool: Sequence[Array], slot: Scalar) -> Leaves:
 
 def write(pool: Sequence[Array], slot: Scalar, values: Sequence[Array]) -> Leaves:
     """The pool with one slot replaced."""
-    return [_replaced(leaf, slot, value) for leaf, value in zip(pool, values, strict=True)]
-
-
-def add_at(pool: Array, slot: Scalar, value: Array) -> Array:
-    """The leaf with a value added to one slot."""
-    (old,) = read([pool], slot)
-    return _replaced(pool, slot, old + value.astype(pool.dtype))
-
-
-def _replaced(pool: Array, slot: Scalar, value: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(pool, as_dtype(value, pool.dtype), slot, 0)
+    return [
+        lax.dynamic_update_index_in_dim(leaf, as_dtype(value, leaf.dtype), slot, 0)
+        for leaf, value in zip(pool, values, strict=True)
+    ]
 
 
 def empty(avals: Avals, *leading: int) -> Leaves:
@@ -276,15 +265,10 @@ def false() -> Flag:
     return jnp.zeros((), bool)
 
 
-def is_ordered(leaf: Array) -> bool:
-    """Whether a token can depend on it; keys cannot give one."""
-    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
-
-
 def settled(leaves: Leaves, state: State) -> State:
     """The state, whose token depends on these values: those of a permute that has ended, say."""
     token = state[TOKEN]
     for leaf in leaves:
-        if leaf.size and is_ordered(leaf):
+        if leaf.size and not is_key(leaf):
             token = jnp.logical_and(token, leaf.ravel()[0] == 0)
     return state | {TOKEN: token}

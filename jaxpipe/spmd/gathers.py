@@ -8,7 +8,7 @@ its own.  Along the fsdp axis all devices do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from jax import Array
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
-from ..model.replaced import ADDED
 from ..program.ir import NOBODY, TickRecord
 from ..program.segments import Presence
 from ..storage.plan import LeafPlan, Stored
@@ -39,7 +38,7 @@ def empty_rooms(step: DeviceStep) -> State:
         found = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), shapes)
         state[Key(Place.PARAMETERS, room)] = found
     for v, chunk in enumerate(step.chunks if state and step.setup.training else ()):
-        state[Key(Place.REDUCED, v)] = step.totals(step.room.parts(chunk), step.plans_of(0))
+        state[Key(Place.REDUCED, v)] = step.totals(step.held[0].parts(chunk), step.plans[0])
     return state
 
 
@@ -52,23 +51,22 @@ def _room(step: DeviceStep, room: int, leaves: Leaves) -> tuple[Leaves, list[Lea
     return leaves, [operand.filled(leaves, step.shared).once for operand in own]
 
 
-class RoomWork(NamedTuple):
-    """What devices do for a room before the blocks of ticks that share their code: where, by tick
-    and device, the flag of this device, and the code.
-    """
+class TickWork(NamedTuple):
+    """What devices do under one predicate, in ticks that share their code."""
 
-    room: int
-    where: NDArray[np.bool_]
-    flag: Flag
+    where: NDArray[np.bool_]  # by tick and device
+    flag: Flag  # of this device
     block: BlockCode
-    # a collective holds its device's thread: it is in a loop, which keeps it in order
-    blocking: bool
+    # where all devices do it: whether it is in order with other blocks, and in a loop all the same
+    ordered: bool
+    looped: bool
+    room: int = NOBODY  # for which it is done
 
-    def only(self, where: NDArray[np.bool_], flag: Flag) -> RoomWork:
+    def only(self, where: NDArray[np.bool_], flag: Flag) -> TickWork:
         """A part of it."""
         return self._replace(where=self.where & where, flag=jnp.logical_and(self.flag, flag))
 
-    def apart_from(self, others: Iterable[RoomWork]) -> RoomWork:
+    def apart_from(self, others: Iterable[TickWork]) -> TickWork:
         """The rest of it, that none of the others is or runs beside."""
         rest = self
         for other in others:
@@ -77,16 +75,18 @@ class RoomWork(NamedTuple):
 
     def run(self, state: State) -> State:
         """The state after it."""
-        presence = Presence.of(int(self.where.sum()), self.where.size)
-        if self.blocking and presence is Presence.ALWAYS:
-            presence = Presence.SOMETIMES
-        ordered = presence is not Presence.ALWAYS
+        presence = Presence.among(self.where)
+        if presence is Presence.NEVER:
+            return state
+        always = presence is Presence.ALWAYS and not self.looped
+        presence = Presence.ALWAYS if always else Presence.SOMETIMES
+        ordered = self.ordered or not always
         return run_where(presence, self.flag, self.block, state, ordered=ordered)
 
 
 def works_of(
     step: DeviceStep, ticks: NDArray[np.int64], row: TickRecord[Scalar]
-) -> Iterator[RoomWork]:
+) -> Iterator[TickWork]:
     """What devices do for rooms before the blocks of these ticks: they reduce a gradient, gather
     parameters, or both.
     """
@@ -106,8 +106,9 @@ def works_of(
                         if want
                     ]
                     flag = jnp.logical_and(*flags)
-                    block = one_after_another(*codes)
-                    yield RoomWork(room, where, flag, block, step.blocking)
+                    # A collective may hold its device's thread: a loop keeps it in order.
+                    block, looped = one_after_another(*codes), step.blocking
+                    yield TickWork(where, flag, block, ordered=False, looped=looped, room=room)
 
 
 def _gather(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) -> BlockCode:
@@ -115,7 +116,7 @@ def _gather(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
 
     def run(state: State) -> State:
         with jax.named_scope("gather"):
-            key, parts = Key(Place.PARAMETERS, room), step.room.parts
+            key, parts = Key(Place.PARAMETERS, room), step.held[room].parts
             found = one_of({chunk: parts(step.chunks[chunk]) for chunk in chunks}, number)
             pairs = zip(step.gathered(room, found), state[key][0], strict=True)
             whole = [old if new is None else new for new, old in pairs]
@@ -132,7 +133,7 @@ def _reduce(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
 
     def run(state: State) -> State:
         with jax.named_scope("reduce"):
-            plans = step.plans_of(0)
+            plans = step.plans[room]
             reduced = [Key(Place.REDUCED, chunk) for chunk in chunks]
             split = zip(*(state[key] for key in reduced), strict=True)
             parts = [
@@ -167,7 +168,7 @@ def _emptied(plan: LeafPlan, total: Any, part: Array | None) -> Stored | None:
 
 def _added(key: Key, plans: Sequence[LeafPlan], parts: Leaves, state: State) -> State:
     def one(total: Array | None, plan: LeafPlan, part: Array) -> Array | None:
-        return None if total is None else (plan.replaced or ADDED).joined(total, part)
+        return None if total is None else plan.rule.joined(total, part)
 
     return state | {key: list(map(one, state[key], plans, parts))}
 
@@ -194,17 +195,3 @@ def one_after_another(*blocks: BlockCode) -> BlockCode:
         return state
 
     return BlockCode.of_all(blocks, run)
-
-
-def beside(
-    works: Sequence[RoomWork], rooms: Collection[int], where: NDArray[np.bool_], flag: Flag
-) -> list[RoomWork]:
-    """The works that run under one predicate with a block that uses these rooms: of several on a
-    device, that of the lowest other room.
-    """
-    found: list[RoomWork] = []
-    for work in (work for work in works if work.room not in rooms):
-        lower = [other for other in found if other.room != work.room]
-        own = work.apart_from(lower).only(where, flag)
-        found += [own] if own.where.any() else []
-    return found

@@ -77,12 +77,10 @@ class Gradients:
         for place, total, rule in zip(self.places, totals, self.rules, strict=True):
             old = after[place.at]
             if rule is not None:
-                after[place.at] = place.put(old, rule.add(place.take(old), total, is_last))
+                total = place.put(old, rule.add(place.take(old), total, is_last))
             elif isinstance(old, tuple):
-                rows = dict(enumerate(old)) | {place.row: total}
-                after[place.at] = tuple(rows.values())
-            else:
-                after[place.at] = total
+                total = tuple((dict(enumerate(old)) | {place.row: total}).values())
+            after[place.at] = total
         return after
 
 

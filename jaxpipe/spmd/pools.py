@@ -27,6 +27,7 @@ from ..jaxprs.entry import Alone, Entry, Slot
 from ..jaxprs.flat import MemorySpace
 from ..jaxprs.slots import is_split_further
 from ..program.ir import NOBODY, Program, TickRecord
+from ..program.segments import Presence
 from ..stage.code import STORED, StageCode
 from ..storage.table import Home, Places
 from ..table.effects import MOVES, Place
@@ -320,11 +321,11 @@ class Packing:
             _, like = leaves[0]
             units = sum(entry.units for _, entry in leaves)
             shape = slots + 1, *like.counts, units, *like.tile
-            if _moves(dtype):
+            if is_key(jax.ShapeDtypeStruct(shape, dtype)):
+                pools.append(zeros(shape, dtype))
+            else:
                 number = empty2(np.dtype(dtype), memory_space=MemorySpace.Host)
                 pools.append(lax.broadcast(number, shape))
-            else:
-                pools.append(zeros(shape, dtype))
         return pools
 
     def pack(self, values: Sequence[Array]) -> Leaves:
@@ -361,12 +362,11 @@ class HostMoves:
     written at once would be copied whole in every tick.
 
     Attributes:
-        stores: whether any device stores something, in one of the ticks that share this code.
-        fetches: whether any device fetches something in one of them.
-        always: whether every device fetches something in each of them.
+        stores: how many devices store something, in the ticks that share this code.
+        fetches: how many fetch something.
     """
 
-    stores = fetches = always = False
+    stores = fetches = Presence.NEVER
 
     def __init__(
         self, packing: Packing, program: Program, ticks: NDArray[np.int64], row: TickRecord[Scalar]
@@ -374,19 +374,17 @@ class HostMoves:
         self.packing = packing
         for table, move in zip(program.ticks.moves, row.moves, strict=True):
             self.move = move
-            stores = table.stores[ticks] != NOBODY
-            fetches = table.fetches[ticks] != NOBODY
-            self.stores, self.fetches = bool(stores.any()), bool(fetches.any())
-            self.always = bool(fetches.all())
+            own = (table.columns[each.value][ticks] != NOBODY for each in MOVES)
+            self.stores, self.fetches = map(Presence.among, own)
 
     def begin(self, state: State) -> State:
         """Read values to store from the device's pools before a block overwrites them, and start to
         fetch.
         """
-        if not (self.stores or self.fetches):
+        if self.stores is self.fetches is Presence.NEVER:
             return state
         move, stored = self.move, []
-        if self.stores:
+        if self.stores is not Presence.NEVER:
             values = [
                 leaf
                 for name, place in _STORES.reads.items()
@@ -397,7 +395,7 @@ class HostMoves:
         # awaited before them.  It is ordered before the later blocks.
         slot = jnp.where(state[TOKEN], 0, jnp.maximum(move.from_host, 0))
         slot, stored, token = lax.optimization_barrier((slot, stored, state[TOKEN]))
-        host = state[_ON_HOST] if self.fetches else []
+        host = state[_ON_HOST] if self.fetches is not Presence.NEVER else []
         fetched = [_to(MemorySpace.Device, leaf) for leaf in read(host, slot)]
         state = state | {TOKEN: token, _STORED: stored, _FETCHED: fetched}
         return state if fetched else self.store(state)
@@ -410,11 +408,8 @@ class HostMoves:
         host, spare = state[_ON_HOST], jnp.int32(len(state[_ON_HOST][0]) - 1)
         idle = jnp.logical_or(token, self.move.stores == NOBODY)
         slot = jnp.where(idle, spare, self.move.to_host)
-        after = [
-            lax.dynamic_update_index_in_dim(leaf, _to(MemorySpace.Host, value), slot, 0)
-            for leaf, value in zip(host, state[_STORED], strict=True)
-        ]
-        return state | {_ON_HOST: after, _STORED: []}
+        values = [_to(MemorySpace.Host, value) for value in state[_STORED]]
+        return state | {_ON_HOST: write(host, slot, values), _STORED: []}
 
     def end(self, state: State) -> State:
         """Put fetched values into their slots."""
@@ -426,7 +421,7 @@ class HostMoves:
                 slot = jnp.where(token, 0, jnp.maximum(getattr(self.move, name), 0))
                 pool = state[Key(place)]
                 values = list(islice(leaves, len(pool)))
-                if not self.always:
+                if self.fetches is not Presence.ALWAYS:
                     takes = self.move.fetches != NOBODY
                     pairs = zip(values, read(pool, slot), strict=True)
                     values = [jnp.where(takes, new, old) for new, old in pairs]
@@ -447,9 +442,5 @@ def _after_fetch(state: State) -> State:
 
 
 def _to(space: Any, leaf: Array) -> Array:
-    return jax.device_put(leaf, space) if _moves(leaf.dtype) else leaf
-
-
-def _moves(dtype: DTypeLike) -> bool:
-    """Keys of random numbers stay: they are small."""
-    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+    """The leaf in a memory; keys of random numbers stay: they are small."""
+    return leaf if is_key(leaf) else jax.device_put(leaf, space)

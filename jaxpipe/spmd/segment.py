@@ -6,8 +6,7 @@ A block that is timed calls the host at its begin and its end.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -27,7 +26,7 @@ from ..stage.setup import Clock, Setup
 from ..table.kinds import Kind
 from .actions import DeviceAction, pair_block
 from .block import TOKEN, BlockCode, Key, State, held_back, run_where, settled
-from .gathers import RoomWork, beside, one_after_another, works_of
+from .gathers import TickWork, one_after_another, works_of
 from .pools import HostMoves
 from .step import DeviceStep
 
@@ -49,10 +48,9 @@ class _Run(NamedTuple):
 
     uses: tuple[BlockUse, ...]
     kinds: tuple[int, ...]
-    active: Presence
-    tests_kind: bool  # stages of other kinds may run the block too
-    paired: bool | None  # whether it is of a pair: None where the template has none
     where: NDArray[np.bool_]  # by tick and device
+    tests_kind: bool  # stages of other kinds may run the block too
+    tests_pair: bool  # others run it as one with another block
 
 
 class SegmentCode:
@@ -91,9 +89,9 @@ class SegmentCode:
         once = len(lines) == 1
         state, _ = trip(state, lines[0]) if once else lax.scan(trip, state, lines)
         for transit in segment.in_flight:  # after the last trip
-            last, brought = self._record(lines[-1, -1].astype(jnp.int32)), _Brought()
-            state = self._issue([transit], state, brought, late=False)
-            state = self._arrive(transit, last, brought[transit], state, keep=True)
+            last = self._record(lines[-1, -1].astype(jnp.int32))
+            new, state = self._issue(transit, state, late=False)
+            state = self._arrive(transit, last, new, state, keep=True)
         return state
 
     def _loops(self, loops: Sequence[TickLoop], start: int, lines: Array, state: State) -> State:
@@ -135,16 +133,13 @@ class SegmentCode:
         state = moves.begin(state)
         for place, runs in every:
             if place != begun:
-                at, begun = Point(j, place), place
-                state = self._issue(self._due(at, rows), state, brought)
-                state = self._land(at, rows, state, brought)
+                begun = place
+                state = self._exchange(Point(j, place), rows, state, brought)
             for run, own in runs:
                 with jax.named_scope(self._scope(run)):
                     state = self._run(run, ticks, row, state, own)
             state = moves.store(state)
-        state, end = moves.end(state), self.segment.end(j)
-        state = self._issue(self._due(end, rows), state, brought)
-        return self._land(end, rows, state, brought)
+        return self._exchange(self.segment.end(j), rows, moves.end(state), brought)
 
     def _runs(self, j: int) -> Iterator[tuple[int, list[_Run]]]:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
@@ -152,21 +147,17 @@ class SegmentCode:
         blocks, program = template.blocks, self._program
         # NOBODY, the last stage, has the kind NOBODY
         kind_of = np.array([*self.step.code.kind_of, NOBODY])
-        kinds = [kind_of[self._stages(use)[ticks]] for use in blocks]
+        kinds = np.array([kind_of[self._stages(use)[ticks]] for use in blocks])
 
-        def by_kinds(
-            places: Sequence[int], where: NDArray[np.bool_], paired: bool | None
-        ) -> list[_Run]:
-            """The runs of these blocks by kinds of stages, on the devices that run them all."""
-            those = np.logical_and.reduce([where, *(kinds[p] != NOBODY for p in places)])
-            counts = Counter(zip(*(kinds[p][those].tolist() for p in places), strict=True))
-            uses, several = tuple(blocks[p] for p in places), len(counts) > 1
-            active = Presence.SOMETIMES if several else Presence.of(int(those.sum()), those.size)
-            alike = {
-                kind: those & np.logical_and.reduce([kinds[p] == k for p, k in zip(places, kind)])
-                for kind in sorted(counts)
-            }
-            return [_Run(uses, k, active, several, paired, own) for k, own in alike.items()]
+        def by_kinds(places: Sequence[int], where: NDArray[np.bool_], pair: bool) -> list[_Run]:
+            """The runs of these blocks by kinds of stages, on the devices that run them all;
+            `pair`: where others of these devices run a pair.
+            """
+            uses, own = tuple(blocks[p] for p in places), kinds[[*places]]
+            those = where & (own != NOBODY).all(axis=0)
+            found = sorted({*zip(*own[:, those].tolist(), strict=True)})
+            alike = {k: those & (own == np.reshape(k, (-1, 1, 1))).all(axis=0) for k in found}
+            return [_Run(uses, k, mine, len(found) > 1, pair) for k, mine in alike.items()]
 
         fuses = self.step.setup.clock is None and not program.schedule.encoded.recomputes
         ahead = program.pairs[ticks] & fuses
@@ -175,56 +166,27 @@ class SegmentCode:
         forwards = [p for p, use in enumerate(blocks) if use.block.kind is Kind.F]
         backwards = [p for p, use in enumerate(blocks) if use.block.kind in program.joint]
         for pair in product(forwards, backwards):
-            if runs := by_kinds(pair, ahead, True):
+            if runs := by_kinds(pair, ahead, False):
                 paired.update(pair)
                 yield 0, runs
         for place in range(len(blocks)):
-            if place in paired:
-                yield place, by_kinds([place], ~ahead, False)
-            else:
-                yield place, by_kinds([place], np.ones_like(ahead), None)
+            apart = place in paired
+            yield place, by_kinds([place], ~(ahead & apart), apart)
 
-    def _due(self, at: Point, rows: _Rows) -> Iterator[Transit]:
-        """The transfers that are issued at a point of the trip."""
-        segment = self.segment
-        for transit in segment.transits:
-            point = transit.issued
-            if self.step.blocking and point.block:
-                # It would delay the blocks of its tick, so it follows them.
-                point = segment.end(point.tick)
-            if point == at and (-1 in rows or not transit.from_before):
-                yield transit
-
-    def _issue(
-        self, transits: Iterable[Transit], state: State, brought: _Brought, *, late: bool = True
-    ) -> State:
-        """Permute: the values that a permute brings to this device (zeros where nothing is sent to
-        it) are in `brought`.  `late`: those with slack are awaited in a later tick.
-
-        On CPU devices (`blocking`) a permute holds one of the process's few threads until all
-        partners have arrived.  It therefore starts after earlier work of the tick, and later work
-        starts after it.  Otherwise two permutes in flight could keep a block from starting for
-        which a partner waits, and all devices would hang.  On GPUs the permute runs during the
-        blocks.
-        """
-        blocking = self.step.blocking
-        for transit in transits:
-            permute = transit.permute
-            with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
-                sent = state[Key(SENT_TO[POOL_OF[permute.payload]])]
-                sent = held_back(sent, state) if blocking else sent
-                new = [lax.ppermute(leaf, self.step.setup.axis, permute.pairs) for leaf in sent]
-                brought[transit] = new
-                state = settled(new, state) if blocking else state
-        return state
-
-    def _land(self, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
-        """Write the arrivals that are due at a point of the trip.
+    def _exchange(self, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
+        """Issue the transfers that are due at a point of the trip, and write the arrivals that are.
 
         A transfer with slack is written to its slot some ticks later, so that nothing before
         depends on it.  Readers of the pool must end before that write (see `run_where`), or XLA
         writes to a copy.
         """
+        for transit in self.segment.transits:
+            point = transit.issued
+            if self.step.blocking and point.block:
+                # It would delay the blocks of its tick, so it follows them.
+                point = self.segment.end(point.tick)
+            if point == at and (-1 in rows or not transit.from_before):
+                brought[transit], state = self._issue(transit, state)
         for transit in [t for t in brought if t.written == at]:
             row = rows[-1 if transit.from_before else transit.tick]
             takes = self._program.ticks.arrivals[transit.lane].takes
@@ -232,6 +194,23 @@ class SegmentCode:
             keep, new = transit.from_before or not every, brought.pop(transit)
             state = self._arrive(transit, row, new, state, keep=keep)
         return state
+
+    def _issue(self, transit: Transit, state: State, *, late: bool = True) -> tuple[Leaves, State]:
+        """Permute: the values that come to this device, zeros where nothing is sent to it; and the
+        state.  `late`: they are awaited in a later tick, if they have slack.
+
+        On CPU devices (`blocking`) a permute holds one of the process's few threads until all
+        partners have arrived.  It therefore starts after earlier work of the tick, and later work
+        starts after it.  Otherwise two permutes in flight could keep a block from starting for
+        which a partner waits, and all devices would hang.  On GPUs the permute runs during the
+        blocks.
+        """
+        permute, blocking = transit.permute, self.step.blocking
+        with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
+            sent = state[Key(SENT_TO[POOL_OF[permute.payload]])]
+            sent = held_back(sent, state) if blocking else sent
+            new = [lax.ppermute(leaf, self.step.setup.axis, permute.pairs) for leaf in sent]
+            return new, settled(new, state) if blocking else state
 
     def _arrive(
         self, transit: Transit, row: TickRecord[Scalar], new: Leaves, state: State, *, keep: bool
@@ -258,9 +237,9 @@ class SegmentCode:
         """Whether this device runs it."""
         program = self._program
         flags = [program.asks(row, each.block) for each in run.uses]
-        if run.paired:
+        if len(run.uses) > 1:
             flags.append(row.distinct)
-        elif run.paired is not None:
+        elif run.tests_pair:
             flags.append(jnp.logical_not(row.pairs(program.joint)))
         if run.tests_kind:
             kinds = jnp.array(self.step.code.kind_of)
@@ -269,16 +248,23 @@ class SegmentCode:
         return reduce(jnp.logical_and, flags)
 
     def _beside(
-        self, run: _Run, works: Sequence[RoomWork], row: TickRecord[Scalar]
-    ) -> list[RoomWork]:
-        """What runs under one predicate with a block, beside its compute; a block that is timed is
-        alone.
+        self, run: _Run, works: Sequence[TickWork], row: TickRecord[Scalar]
+    ) -> list[TickWork]:
+        """What runs under one predicate with a block, beside its compute, for rooms that it does
+        not use: of several on a device, that of the lowest.  A block that is timed is alone.
         """
         setup, blocks = self.step.setup, [use.block for use in run.uses]
-        if not setup.form.beside or setup.clock is not None or blocks[0].is_share:
+        is_alone = not setup.form.beside or setup.clock is not None or blocks[0].is_share
+        if not works or is_alone:
             return []
-        rooms = [block.chunk for block in blocks]
-        return beside(works, rooms, run.where, self._flag(run, row))
+        flag, found = self._flag(run, row), list[TickWork]()
+        for work in works:
+            if work.room in [block.chunk for block in blocks]:
+                continue
+            lower = [other for other in found if other.room != work.room]
+            own = work.apart_from(lower).only(run.where, flag)
+            found += [own] if own.where.any() else []
+        return found
 
     def _run(
         self,
@@ -286,43 +272,36 @@ class SegmentCode:
         ticks: NDArray[np.int64],
         row: TickRecord[Scalar],
         state: State,
-        works: Sequence[RoomWork],
+        works: Sequence[TickWork],
     ) -> State:
         """Run a block, or a pair, under its predicate, in ticks that share its code: with what runs
         beside it, and without.
         """
-        step, use = self.step, run.uses[0]
+        step, first = self.step, run.uses[0].block
         records = [row.of(each.block.kind) for each in run.uses]
-        record, kind, active = records[0], use.block.kind, run.active
         parts = zip(run.uses, run.kinds, records, strict=True)
         actions = [DeviceAction(step, *part, self._slots(part[0], ticks)) for part in parts]
-        block = pair_block(*actions) if run.paired else actions[0].block()
-        is_share = use.block.is_share
-        stage = lax.axis_index(step.setup.axis) if is_share else record.stage
-        flag = self._flag(run, row)
+        block = pair_block(*actions) if len(actions) > 1 else actions[0].block()
+        flag, is_timed = self._flag(run, row), step.setup.clock is not None
         for work in works:
-            both = work._replace(block=one_after_another(work.block, block))
-            state, active = both.run(state), Presence.SOMETIMES
-            flag = jnp.logical_and(flag, jnp.logical_not(work.flag))
-        if works and not (run.where & ~np.logical_or.reduce([w.where for w in works])).any():
-            return state
-        if step.setup.clock is not None:
-            # It is always under a predicate: a loop's body begins when all of its inputs are
-            # computed.
-            active = Presence.SOMETIMES
-            what = jnp.int32(int(kind)), stage, record.microbatch
+            state = work._replace(block=one_after_another(work.block, block)).run(state)
+        if is_timed:
+            stage = lax.axis_index(step.setup.axis) if first.is_share else records[0].stage
+            what = jnp.int32(int(first.kind)), stage, records[0].microbatch
             block = clocked(block, what, step.setup)
-        # Where all devices run a collective action, its exchange keeps it in order.
-        ordered = not use.block.is_collective or active is not Presence.ALWAYS
-        state = run_where(active, flag, block, state, ordered=ordered)
-        waits = step.blocking and use.block.is_collective
+        # Where all devices run a collective action, its exchange keeps it in order.  What is timed
+        # is in a loop, whose body begins when all of its inputs are computed.
+        ordered = not first.is_collective
+        rest = TickWork(run.where, flag, block, ordered, looped=is_timed).apart_from(works)
+        state = rest.run(state)
+        waits = step.blocking and first.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
     def _scope(self, run: _Run) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this
         code, else "F chunk 0".
         """
-        if len(run.uses) == 2:
+        if len(run.uses) > 1:
             return " with ".join(str(use.block) for use in run.uses)
         block = run.uses[0].block
         if block.is_share:

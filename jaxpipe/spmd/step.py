@@ -34,9 +34,9 @@ from ..arrays import (
 from ..jaxprs.entry import Entry
 from ..model.functions import mean_over_microbatches
 from ..model.layers import OUTER
-from ..model.replaced import ADDED
 from ..program.ir import Program
-from ..stage.code import run
+from ..program.segments import pairs_by
+from ..stage.code import StageCode, run
 from ..stage.codes import ModelCode
 from ..stage.counts import total_count
 from ..stage.setup import Inputs, Setup
@@ -55,7 +55,7 @@ from ..storage.room import RoomLeaves
 from ..storage.table import Home, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, Place
 from ..table.kinds import By
-from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
+from .block import TOKEN, Key, State, chunks_of, empty, false
 from .operand import GRADIENTS_OF, Gradients, Operand
 from .pools import Buffers, Packing
 
@@ -70,10 +70,13 @@ class DeviceStep:
         chunks: the device's parts of the parameters of its stages, with copies of others'.
         rooms: those into which the program gathers them, which its blocks have for chunks; none
             where the whole parameters are there from the first tick on.
-        room: what each room holds.
-        whole: the shapes of the whole parameters of each chunk, or room.
-        apart: by chunk, the leaves whose accumulators are an array for each layer.
-        operands: by function, chunk and kind of stage.
+        turns: by chunk, itself; by room, the chunks that it holds in turn.
+        held: by chunk or room, what it may hold.
+        plans: of what it may hold, in that order.
+        whole: the shapes of its whole parameters.
+        kept: the state of its stages, where they have any.
+        apart: its leaves whose accumulators are an array for each layer.
+        operands: by function, chunk or room, and kind of stage.
         seed: in training, the cotangent of one microbatch's loss.
     """
 
@@ -92,19 +95,23 @@ class DeviceStep:
         self.packing = Packing(buffers)
         self.everywhere, self.blocking = everywhere, setup.target.on_cpus
         self.chunks = with_replicas(setup, inputs.owned)
-        self.rooms, self.room = range(program.num_rooms), RoomLeaves.of(self.chunks)
-        self._room_plans = list(RoomLeaves.of(setup.plans["stages"]).arrays.values())
-        parts = [list(self.room.arrays.values()) for _ in self.rooms]
-        parts = parts or list(map(jax.tree.leaves, self.chunks))
-        self.whole = [whole_shapes(own, self.plans_of(v)) for v, own in enumerate(parts)]
+        self.rooms, every = range(program.num_rooms), range(len(self.chunks))
+        self.turns = [list(every) for _ in self.rooms] or [[v] for v in every]
+        self.held = self._by_turns(self.chunks)
+        # A chunk that another device owns is like the last one.
+        plans = [setup.plans["stages"][min(v, len(inputs.owned) - 1)] for v in every]
+        self.plans = [list(own.arrays.values()) for own in self._by_turns(plans)]
+        parts = [list(own.arrays.values()) for own in self.held]
+        self.whole = list(map(whole_shapes, parts, self.plans))
+        self.kept = self._by_turns(inputs.kept) if inputs.kept else []
         self.operands: dict[tuple[By, int, int], Operand] = {}
-        shared = self._outer_gradients("shared")
-        for held in setup.layout.placement.stages_of:
-            for chunk, stage in enumerate(held):
-                for key in product((By.STAGE,), self.rooms or (chunk,), (code.kind_of[stage],)):
-                    if key not in self.operands:
-                        self.operands[key] = self._operand(chunk, stage, shared)
-        self.apart = [self._apart(chunk) for chunk in self.rooms or range(len(self.chunks))]
+        shared, layout = self._outer_gradients("shared"), setup.layout
+        for (held, turn), stages in product(enumerate(self.turns), layout.placement.stages_of):
+            for stage in (stages[v] for v in turn if v < len(stages)):
+                key = By.STAGE, held, code.kind_of[stage]
+                if key not in self.operands:
+                    self.operands[key] = self._operand(held, stage, shared)
+        self.apart = list(map(self._apart, range(len(self.held))))
         if not self.rooms:
             whole = [self.gathered(v, own) for v, own in enumerate(parts)]
             for (by, v, kind), operand in self.operands.items():
@@ -117,6 +124,10 @@ class DeviceStep:
                 self.operands[By[name.upper()], 0, 0] = Operand(end, params, once, own)
         if setup.training:
             self.seed = setup.seed(self._count(), inputs.scale)
+
+    def _by_turns(self, trees: Sequence[PyTree]) -> list[RoomLeaves]:
+        """By chunk or room, the arrays of those trees of chunks that it holds in turn."""
+        return [RoomLeaves.of([trees[v] for v in own]) for own in self.turns]
 
     @property
     def share_seed(self) -> Array:
@@ -147,22 +158,19 @@ class DeviceStep:
         rows = inputs.batch, inputs.rng
         return total_count(last, setup.functions, *rows, stage, setup.data_axes)
 
-    def _operand(self, chunk: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
-        layout, plans, kept = self.setup.layout, self.plans_of(chunk), self.inputs.kept
+    def _operand(self, held: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
+        layout, kept = self.setup.layout, self.inputs.kept
         code = self.code.kinds[self.code.kind_of[stage]]
-        names, of_state = None, None
-        if self.rooms:
-            names, of_state = self.room.names, kept and RoomLeaves.of(kept).names
-        places = code.places(layout.held(stage, self.chunks, names).places)
-        own = Gradients.of(plans, places, splits=self.setup.target.on_tpus)
-        state = layout.held(stage, kept, of_state).places if kept else ()
+        places = code.places(layout.held(stage, self.chunks, self.held[held].names).places)
+        own = Gradients.of(self.plans[held], places, splits=self.setup.target.on_tpus)
+        state = layout.held(stage, kept, self.kept[held].names).places if kept else ()
         return Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
 
     def gathered(self, held: int, parts: Leaves) -> Leaves:
         """The whole parameters of a chunk, or of a room, from a device's parts; None for those that
         it does not have.
         """
-        triples = enumerate(zip(self.plans_of(held), parts, strict=True))
+        triples = enumerate(zip(self.plans[held], parts, strict=True))
         return [
             None if part is None else plan.gather(part, apart=n in self.apart[held])
             for n, (plan, part) in triples
@@ -187,15 +195,6 @@ class DeviceStep:
         leaves, hoisted = state[Key(Place.PARAMETERS, room)]
         return operand.filled(leaves, self.shared, hoisted[kind])
 
-    def plans_of(self, chunk: int) -> list[LeafPlan]:
-        """The plans of a chunk's parameters, or of those in a room.  A chunk that another device
-        owns is like the last one.
-        """
-        if self.rooms:
-            return self._room_plans
-        plans = self.setup.plans["stages"]
-        return leaf_plans(plans[min(chunk, len(plans) - 1)])
-
     def extra(self, by: By, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
         batch, rng, functions = self.inputs.batch, self.inputs.rng, self.setup.functions
@@ -213,10 +212,9 @@ class DeviceStep:
             Key(Place.LOSSES): jnp.zeros(microbatches, wider(*losses) if losses else jnp.float32),
             Key(Place.AUX): [] if last is None else empty(last.avals[Place.AUX], microbatches),
         }
+        stages = {v: of.parts(kept[v]) for of, own in zip(self.kept, self.turns) for v in own}
         for v in range(len(self.chunks)):
-            of = RoomLeaves.of(kept if self.rooms else kept[v : v + 1]) if kept else None
-            own = [] if of is None else of.parts(kept[v])
-            state[of_chunk(Place.STAGE_STATE, v)] = own
+            state[Key(Place.STAGE_STATE, v)] = stages.get(v, [])
         for place, buffer in self.buffers.items():
             size = getattr(slots, place.value)
             if self.program.together and place in TOGETHER:
@@ -228,8 +226,8 @@ class DeviceStep:
         if not setup.training:
             return state
         for v, apart in enumerate(self.apart):
-            totals = self.totals(self.whole[v], self.plans_of(v), apart)
-            state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
+            totals = self.totals(self.whole[v], self.plans[v], apart)
+            state[Key(Place.STAGE_GRADIENTS, v)] = totals
         for key, place in GRADIENTS_OF.items():
             plans = leaf_plans(setup.plans[key])
             outer = jax.tree.leaves(getattr(self.inputs, key))
@@ -250,10 +248,8 @@ class DeviceStep:
             if plan.frozen or leaf is None:
                 return None
             dtype = accumulator_dtype(leaf.dtype, self.setup.accumulate)
-            if plan.replaced:
-                return plan.constrain(plan.replaced.empty(leaf.shape, dtype))
             if number not in apart:
-                return plan.constrain(jnp.zeros(leaf.shape, dtype))
+                return plan.constrain(plan.rule.empty(leaf.shape, dtype))
             rows = range(leaf.shape[0])
             return tuple(plan.of_layer.constrain(jnp.zeros(leaf.shape[1:], dtype)) for _ in rows)
 
@@ -263,7 +259,7 @@ class DeviceStep:
 def with_replicas[T](setup: Setup, owned: Sequence[T]) -> list[T]:
     """This device's stages in chunk order: its own stages, and copies of another device's."""
     chunks = dict(enumerate(owned))
-    for chunk, held, pairs in _replica_moves(setup.layout.replicas()):
+    for (chunk, held), pairs in _replica_moves(setup):
         copy = lax.ppermute(owned[held], setup.axis, pairs)
         if chunk in chunks:
             targets = jnp.array([target for _, target in pairs])
@@ -273,42 +269,31 @@ def with_replicas[T](setup: Setup, owned: Sequence[T]) -> list[T]:
     return [chunks[v] for v in sorted(chunks)]
 
 
-def _replica_moves(
-    replicas: Sequence[tuple[int, int, int, int]],
-) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """(holder's chunk, owner's chunk, pairs): permutes without cycles that bring every copy to its
-    holder.
+def _replica_moves(setup: Setup) -> list[tuple[tuple[int, int], tuple[tuple[int, int], ...]]]:
+    """((holder's chunk, owner's chunk), pairs): permutes without cycles that bring every copy to
+    its holder.
     """
-    moves: dict[tuple[int, int, bool, int], list[tuple[int, int]]] = {}
-    for owner, owner_chunk, holder, chunk in replicas:
-        # A permute takes each source and each target once.
-        for number in range(len(replicas)):
-            key = chunk, owner_chunk, owner < holder, number
-            pairs = moves.setdefault(key, [])
-            if all(owner != s and holder != t for s, t in pairs):
-                pairs.append((owner, holder))
-                break
-    return [(chunk, owner_chunk, pairs) for (chunk, owner_chunk, *_), pairs in moves.items()]
+    replicas = setup.layout.replicas()
+    return pairs_by(((chunk, own), owner, holder) for owner, own, holder, chunk in replicas)
 
 
 def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
     """Send the gradients of copied stages to their owners and add them there, or what the rules of
     leaves that are replaced say.
     """
-    replicas = setup.layout.replicas()
-    owned = [leaves[v] for v in range(setup.layout.num_owned)]
-    if not replicas:
+    moves, owned = _replica_moves(setup), [leaves[v] for v in range(setup.layout.num_owned)]
+    if not moves:
         return owned
     # A device may hold copies in a chunk that others own: count each gradient where its stage is
     # owned.
     leaves = [list(map(stored, own)) for own in leaves]
     owned, device = leaves[: len(owned)], lax.axis_index(setup.axis)
     plans = [trained(own, own) for own in map(leaf_plans, setup.plans["stages"])]
-    rules = [[plan.replaced or ADDED for plan in own] for own in plans]
+    rules = [[plan.rule for plan in own] for own in plans]
     for v in range(setup.layout.num_owned):
         mine = jnp.array([s >= 0 for s in setup.layout.stage_at(v)])[device]
         owned[v] = [rule.kept(mine, leaf) for rule, leaf in zip(rules[v], owned[v], strict=True)]
-    for chunk, held, pairs in _replica_moves(replicas):
+    for (chunk, held), pairs in moves:
         sent = lax.ppermute(leaves[chunk], setup.axis, [(t, s) for s, t in pairs])
         comes = jnp.isin(device, jnp.array([owner for owner, _ in pairs]))
         both = zip(rules[held], owned[held], sent, strict=True)
@@ -322,10 +307,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> StepResults:
     """
     setup, last = step.setup, step.code.last
     aux = last and jax.tree.unflatten(last.y_tree, state[Key(Place.AUX)])
-    results, scale = totals(setup, state[Key(Place.LOSSES)], aux, (setup.axis,), setup.data_axes)
-    if last is not None and last.count is not None:
-        scale = None  # the backwards began with it
-    results |= scaled_loss(results, step.inputs.scale)
+    losses, axes = state[Key(Place.LOSSES)], ((setup.axis,), setup.data_axes)
+    results, scale = totals(setup, losses, aux, *axes, code=last, scale=step.inputs.scale)
     trees = map(jax.tree.structure, step.inputs.kept)
     states = map(_present, chunks_of(state, Place.STAGE_STATE))
     held = list(map(jax.tree.unflatten, trees, states))
@@ -376,13 +359,21 @@ def _present(leaves: Leaves) -> Leaves:
 
 
 def totals(
-    setup: Setup, losses: Array, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
+    setup: Setup,
+    losses: Array,
+    aux: PyTree,
+    pipe: tuple[str, ...],
+    data: tuple[str, ...],
+    *,
+    code: StageCode | None,
+    scale: LossScale,
 ) -> tuple[dict[str, PyTree], Array | None]:
-    """The step's loss, per-microbatch losses and metrics on every device, and the remaining factor
-    of gradients; or the last stage's outputs for all rows of this data shard.
+    """The step's loss, times `scale`, per-microbatch losses and metrics on every device, and the
+    remaining factor of gradients; or the last stage's outputs for all rows of this data shard.
 
     Only the last stage's device wrote any of the losses [M] and of `aux`; the others along the axes
-    `pipe` hold zeros, and False.
+    `pipe` hold zeros, and False.  `code` is that of `last`, whose backwards may have begun with the
+    factor.
     """
     if setup.functions.last is None:
         return {}, None
@@ -397,15 +388,10 @@ def totals(
     metrics = mean_over_microbatches(
         aux["metrics"], lambda leaf: jnp.sum(lax.psum(leaf, everyone), axis=0), parts
     )
-    return {"loss": loss, "losses": losses, "metrics": metrics}, factor
-
-
-def scaled_loss(results: Mapping[str, PyTree], scale: LossScale) -> dict[str, Array]:
-    """The loss with a factor, where there are both."""
-    if scale is None or "loss" not in results:
-        return {}
-    loss = results["loss"]
-    return {"loss": loss * jnp.asarray(scale, loss.dtype)}
+    loss = loss if scale is None else loss * jnp.asarray(scale, loss.dtype)
+    is_late = code is None or code.count is None
+    results = {"loss": loss, "losses": losses, "metrics": metrics}
+    return results, factor if is_late else None
 
 
 def merged_state(setup: Setup, leaf: Array, data: tuple[str, ...]) -> Array:

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..model.replaced import Replacement
+from ..model.replaced import ADDED, Replacement
 from ..model.settings import SpecEntry, names_of, trimmed
 from .table import BufferKey, Parameter
 
@@ -50,6 +50,11 @@ class LeafPlan:
     def trained(self) -> bool:
         """Whether an optimizer is for it."""
         return not self.frozen and self.replaced is None
+
+    @property
+    def rule(self) -> Replacement:
+        """How an accumulator takes the values of microbatches."""
+        return self.replaced or ADDED
 
     def spec(self, axis: str, *, manual: bool = False) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the

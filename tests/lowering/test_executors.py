@@ -161,3 +161,24 @@ def test_the_eager_executor_says_that_it_cannot_be_traced(call):
         jp.PipelineError, match=r"cannot be traced: call the step outside of jax\.jit"
     ):
         calls[call](params, batch)
+
+
+def test_a_tree_of_parameters_may_hold_none():
+    def stage(params, x):
+        return jnp.tanh(x @ params["w"] + params["z"])
+
+    schedule = jp.schedules.build("zb_h1", devices=1, microbatches=2)
+    params = {"stages": {"a": None, "w": jnp.eye(WIDTH)[None], "z": jnp.ones((1, WIDTH))}}
+    params |= {"first": {}, "last": {"e": None, "h": jnp.ones((WIDTH, 2))}}
+    batch = {"x": jnp.ones((4, WIDTH)), "y": jnp.zeros((4, 2)), "mask": jnp.ones(4)}
+
+    def end(params, x, microbatch):
+        return last(params, x, microbatch, shared={"b": jnp.zeros(())})[0]
+
+    model, mesh = jp.Model(stage, last=end), jax.make_mesh((1,), ("pipe",))
+    found = []
+    for executor in (None, EagerExecutor()):
+        pipe = jp.Pipeline(model, schedule, mesh, executor=executor)
+        loss, grads = pipe.value_and_grad(pipe.place(params), batch)
+        found.append((loss, pipe.canonical(grads)))
+    close(*found)
