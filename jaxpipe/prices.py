@@ -12,7 +12,7 @@ from pathlib import Path
 
 from platformdirs import user_config_path
 
-from .errors import CostError, is_number, quoted
+from .errors import CostError, is_cost, quoted
 from .lowering.target import NAMES
 
 _AGAIN = "remove the file and run `jaxpipe doctor` again"
@@ -43,7 +43,7 @@ def read_prices() -> dict[str, dict[str, float | str]]:
         f"{kind}: {name} is {quoted(each.get(name))}, not seconds"
         for kind, each in (found.items() if isinstance(found, dict) else [])
         for name in NAMES
-        if isinstance(each, dict) and name in each and not _is_seconds(each[name])
+        if isinstance(each, dict) and name in each and not is_cost(each[name])
     ]
     if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
         wrong.append("it must hold one object for each kind of device")
@@ -60,7 +60,3 @@ def write_prices(kind: str, seconds: Mapping[str, float], where: str) -> Path:
     temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     temporary.replace(path)
     return path
-
-
-def _is_seconds(value: object) -> bool:
-    return is_number(value) and 0 <= value < float("inf")

@@ -108,18 +108,16 @@ def measured_prices(
     gpus = [name for name in found if "NVIDIA" in name]
     if kind is None and len(gpus) == 1:
         (kind,) = gpus
-    both = found.get(str(kind), {}), MEASURED.get(str(kind), {})
     names = {time: ON_THE_HOST if on_host and time == TIMES[0] else time for time in TIMES}
-    # who measured each
-    by = {time: next((each for each in both if name in each), None) for time, name in names.items()}
-    seconds = {time: float(each[names[time]]) for time, each in by.items() if each is not None}
+    seconds, told = dict[str, float](), list[str]()
+    for each in (found.get(str(kind), {}), MEASURED.get(str(kind), {})):
+        own = {time: float(each[name]) for time, name in names.items() if name in each}
+        if own.keys() - seconds:
+            where = f", {each['measured']}" if "measured" in each else ""
+            told.append(f"measured on {kind}{where}")
+        seconds = own | seconds
     if not seconds:
         return None
-    used = [each for each in both if any(each is other for other in by.values())]
-    told = [
-        f"measured on {kind}" + (f", {each['measured']}" if "measured" in each else "")
-        for each in used
-    ]
     missing = [name for name in TIMES if name not in seconds]
     told += [f"guessed: {', '.join(missing)}"] if missing else []
     return replace(guess, **seconds, source="; ".join(told))

@@ -270,14 +270,6 @@ def _refuse(
     ScheduleError.refuse("R cannot be added", (text for text, wrong in texts.items() if wrong))
 
 
-def _recompute_of(cell: Cell) -> Action | None:
-    """The R that the action of a cell that reads activations may have; None where no
-    action does.
-    """
-    user = next((action for action in parts(cell) if action.kind in _USERS), None)
-    return None if user is None else user._replace(kind=Kind.R)
-
-
 def _with_recompute(
     plain: Schedule, wanted: Collection[Action], costs: Costs, *, lead: int | None
 ) -> Schedule:
@@ -286,42 +278,40 @@ def _with_recompute(
     An R never prolongs the wait that it fills, so no action starts later than with every R right
     before its B or I.
     """
-    by_stage = costs.for_stages(plain.num_stages)
-    # Per device, the R that are still to be placed, in the order of their use.
-    pending = [
-        deque(r for cell in row if (r := _recompute_of(cell)) is not None and r in wanted)
-        for row in plain.rows
-    ]
-    insertion = Insertion(plain, by_stage, pending)
-    loop, at = insertion.loop, insertion.table.at
-    # Per device, the R that are placed and not used yet.
-    early: list[set[Action | None]] = [set() for _ in plain.rows]
+    added: list[list[Action]] = [[] for _ in plain.rows]  # in the order of their use
+    for device, _, action in plain.actions():
+        again = action._replace(kind=Kind.R)
+        if action.kind in _USERS and again in wanted:
+            added[device].append(again)
+    insertion = Insertion(plain, costs.for_stages(plain.num_stages), added)
+    loop, table = insertion.loop, insertion.table
+    # Per device, the R that are still to be placed, and those that are placed and not used yet.
+    stops = zip(table.first[1:], added, strict=True)
+    pending = [deque(range(stop - len(each), stop)) for stop, each in stops]
+    early: list[set[int]] = [set() for _ in added]
+
+    def of_same(kind: Kind, number: int) -> int:
+        return int(table.at[kind, table.stage[number], table.microbatch[number]])
 
     def place(device: int) -> int:
-        recompute = pending[device].popleft()
-        early[device].add(recompute)
-        return number_of(recompute)
-
-    def number_of(action: Action) -> int:
-        return int(at[action.kind, action.stage, action.microbatch])
+        early[device].add(pending[device][0])
+        return pending[device].popleft()
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
-        own, begin = _recompute_of(insertion.cells[number]), loop.begin(number)
+        user, begin = int(table.last_half[number]), loop.begin(number)
+        own = of_same(Kind.R, user) if table.kind[user] in _USERS else -1
         for d in devices:
             if pending[d] and pending[d][0] == own:
                 yield place(d)
             early[d].discard(own)
             while pending[d] and loop.free[d] < begin and len(early[d]) != lead:
-                first = number_of(pending[d][0])
-                kept = loop.ends[number_of(pending[d][0]._replace(kind=Kind.F))] <= loop.free[d]
+                first = pending[d][0]
+                kept = loop.ends[of_same(Kind.F, first)] <= loop.free[d]
                 if loop.free[d] + loop.duration[first] > begin or not kept:
                     break
                 yield place(d)
 
     return insertion.run(insertion.filled(before))
-
-
-_USES, _RELEASES = (Kind.B, Kind.I), (Kind.B, Kind.W)
 
 
 def fewest_recomputed(
@@ -344,24 +334,21 @@ def fewest_recomputed(
     >>> sorted(str(action) for action in fewest_recomputed(schedule, range(4), 3))
     ['0R3', '0R6']
     """
-    kept = {action[::2] for action in again}
-    found: list[tuple[int, int]] = []  # stages and microbatches
-    for row in schedule.rows:
-        cells = [[a for a in parts(cell) if a.kind in (Kind.F, *_USES, Kind.W)] for cell in row]
-        used, released = (
-            {a[::2]: now for now, cell in enumerate(cells) for a in cell if a.kind in kinds}
-            for kinds in (_USES, _RELEASES)
-        )
-        held: set[tuple[int, int]] = set()
-        for now, cell in enumerate(cells):
-            # The backward of a recomputed one finds it not held.
-            held.update(a[::2] for a in cell if a.kind is not Kind.F or a[::2] not in kept)
-            while len(held) > max_activations:
-                waiting = [each for each in held if used[each] > now and each[0] in stages]
-                if not waiting:
-                    break
-                latest = max(waiting, key=used.__getitem__)
-                held.remove(latest)
-                found.append(latest)
-            held -= {a[::2] for a in cell if released[a[::2]] == now}
-    return frozenset(Action(stage, Kind.R, microbatch) for stage, microbatch in found)
+    table, found = schedule.encoded, list[Action]()
+    used, released = table.backward_at, table.maker(Value.WEIGHT_GRAD)
+    held: set[Action] = set()  # by the R that they would have; none is at the end of a row
+    for i in np.flatnonzero(table.of_kinds((Kind.F, Kind.B, Kind.I, Kind.W))).tolist():
+        action = table.action(i)
+        own = action._replace(kind=Kind.R)
+        # The backward of a recomputed one finds it not held.
+        if action.kind is not Kind.F or own not in again:
+            held.add(own)
+        while len(held) > max_activations:
+            later = [r for r in held if r.stage in stages and used[r[::2]] > table.last_half[i]]
+            if not later:
+                break
+            found.append(max(later, key=lambda r: int(used[r[::2]])))
+            held.remove(found[-1])
+        if released[own[::2]] == i:
+            held.remove(own)
+    return frozenset(found)
