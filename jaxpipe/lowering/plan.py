@@ -266,9 +266,8 @@ class Plan:
             for transit in (t for t in segment.transits if t.is_late):
                 # Transfers in flight after the last trip are awaited at once.
                 ticks = segment.ticks(transit.tick)[: segment.repeats - transit.from_before]
-                ends = {Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs}
-                edges = np.flatnonzero([edge in ends for edge in every])
-                late += int(having[np.ix_(ticks, edges)].sum())
+                ends = (Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs)
+                late += int(having[np.ix_(ticks, [*map(every.index, ends)])].sum())
         return late, int(having.sum())
 
     def program(self, liveness: Liveness | None = None, *, most: int = 0) -> Program:

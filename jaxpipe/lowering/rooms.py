@@ -78,10 +78,9 @@ def rooms_of(schedule: Schedule) -> Rooms | None:
                 room[i] = room[begin[i]]
             if gather.end[i] == i:
                 heapq.heappush(free, int(room[i]))
-    own, linked = ~table.of_kinds(BESIDE), table.of_kinds(LINKED)
+    own = ~table.of_kinds(BESIDE)
     count = np.concatenate([[0], np.cumsum(own)])
     row = count[np.array(table.first)][table.device]
     before = np.where(count[:-1] > row, count[:-1] - 1, -1)
-    columns = np.stack([table.device, room, schedule.chunks, before])
-    gathers, reductions = (columns[:, linked & each] for each in (is_gather, ~is_gather))
-    return Rooms(remove_gathers(schedule), room[own], gathers, reductions)
+    columns = np.stack([table.device, room, schedule.chunks, ~is_gather, before])
+    return Rooms(remove_gathers(schedule), room[own], columns[:, table.of_kinds(LINKED)])

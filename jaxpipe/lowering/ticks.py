@@ -48,14 +48,13 @@ class Rooms:
         plain: the table without them.
         room: per action of that table, the room of its stage's parameters; 0 for an action that
             belongs to no stage.
-        gathers, reductions: of each U and X [4, n]: device, room, chunk, and the number of the
-            action before it in its row of the plain table (-1 for none).
+        linked: of each U and X [5, n]: device, room, chunk, whether it is an X, and the number of
+            the action before it in its row of the plain table (-1 for none).
     """
 
     plain: Schedule
     room: IntArray
-    gathers: IntArray
-    reductions: IntArray
+    linked: IntArray
 
     @property
     def count(self) -> int:
@@ -68,24 +67,17 @@ class Rooms:
         """
         names = links_of(self.count)
         found = {name: np.full(shape, NOBODY, np.int32) for name in names}
-        for each, columns in (
-            (self.gathers, names[: self.count]),
-            (self.reductions, names[self.count :]),
-        ):
-            for (device, room, chunk, _), tick in zip(each.T, self._ticks(when, each), strict=True):
-                found[columns[room]][tick, device] = chunk
+        ticks = self.ticks(when)
+        for (device, room, chunk, reduces, _), tick in zip(self.linked.T, ticks, strict=True):
+            found[names[room + self.count * reduces]][tick, device] = chunk
         return Record(found)
 
-    def last(self, when: IntArray) -> int:
-        """The tick of the last reduction, which may come after all blocks."""
-        return max(self._ticks(when, self.reductions), default=-1)
-
-    def _ticks(self, when: IntArray, links: IntArray) -> Iterator[int]:
+    def ticks(self, when: IntArray) -> Iterator[int]:
         """The tick of each of these: that of the next action of its device, beside which it runs,
         where that one does not need its room; else the tick after that of the action before it.
         """
         table = self.plain.encoded
-        for device, room, _, before in links.T.tolist():
+        for device, room, *_, before in self.linked.T.tolist():
             after = table.first[device] if before < 0 else before + 1
             both = {after, int(table.last_half[after])} if after < table.first[device + 1] else {}
             if both and all(room != self.room[i] for i in both):
@@ -121,8 +113,9 @@ class Ticks:
     @cached_property
     def num_ticks(self) -> int:
         """T, the number of ticks; a multiple of `period`."""
-        last = int(self.when.max(initial=-1))
-        used = 1 + (last if self.rooms is None else max(last, self.rooms.last(self.when)))
+        # A reduction may come after all blocks.
+        linked = () if self.rooms is None else self.rooms.ticks(self.when)
+        used = 1 + max((int(self.when.max(initial=-1)), *linked))
         return used + -used % self.period
 
     @cached_property
