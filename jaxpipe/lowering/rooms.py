@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..table.gathered import runs_of
-from ..table.kinds import BESIDE, LINKED, Sharded, gatherers
+from ..table.kinds import BESIDE, LINKED, Sharded, droppers, gatherers
 from ..table.schedule import Schedule
 from ..transforms.add_gathers import Reduce, add_gathers, reduce_each_run
 from ..transforms.rewrites import remove_gathers
@@ -64,20 +64,18 @@ def rooms_of(schedule: Schedule) -> Rooms | None:
         return None
     assert not _reduces_late(schedule), "`with_rooms` has reduced each run"
     table = schedule.encoded
-    gather, gradient = (runs_of(table, what) for what in Sharded)
     is_gather = table.of_kinds(gatherers(Sharded.PARAMETERS))
-    room = np.zeros(table.num_actions, np.int64)
-    begin = np.where(gather.begin >= 0, gather.begin, gradient.begin).tolist()
+    is_drop = table.of_kinds(droppers(Sharded.PARAMETERS))
+    room, of_stage = np.zeros(table.num_actions, np.int64), ~table.shares
     for first, stop in pairwise(table.first):
-        free, size = list[int](), 0
-        for i in range(first, stop):
+        held, free = dict[int, int](), list[int]()  # by stage its room; rooms that were held
+        for i in np.flatnonzero(of_stage[first:stop]) + first:
+            stage = int(table.stage[i])
             if is_gather[i]:
-                room[i] = heapq.heappop(free) if free else size
-                size = max(size, int(room[i]) + 1)
-            elif begin[i] >= 0:
-                room[i] = room[begin[i]]
-            if gather.end[i] == i:
-                heapq.heappush(free, int(room[i]))
+                held[stage] = heapq.heappop(free) if free else len(held)
+            room[i] = held[stage]
+            if is_drop[i]:
+                heapq.heappush(free, held.pop(stage))
     own = ~table.of_kinds(BESIDE)
     count = np.concatenate([[0], np.cumsum(own)])
     row = count[np.array(table.first)][table.device]

@@ -115,7 +115,7 @@ class Ticks:
         """T, the number of ticks; a multiple of `period`."""
         # A reduction may come after all blocks.
         linked = () if self.rooms is None else self.rooms.ticks(self.when)
-        used = 1 + max((int(self.when.max(initial=-1)), *linked))
+        used: int = 1 + max([int(self.when.max(initial=-1)), *linked])
         return used + -used % self.period
 
     @cached_property

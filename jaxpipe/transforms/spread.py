@@ -10,10 +10,10 @@ in the middle of an action keeps the others waiting.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from ..engine.costs import Costs
 from ..engine.simulate import shortest, simulate
@@ -269,48 +269,40 @@ class _TableRun:
             [Action(d, kind, m) for kind in sorted(kinds) for m in microbatches]
             for d in range(schedule.num_devices)
         ]
-        by_stage = costs.for_stages(schedule.num_stages)
-        self._insertion = Insertion(schedule, by_stage, added)
+        self._insertion = Insertion(schedule, costs.for_stages(schedule.num_stages), added)
         self._loop = loop = self._insertion.loop
-        table, seconds = self._insertion.table, set(loop.second_half.values())
+        table, own = self._insertion.table, self._insertion.own
         # Per device, the cells that are left, by the number of their first action.
-        self._left: list[deque[int]] = [deque() for _ in added]
-        for i in self._insertion.own:
-            if i not in seconds:
-                self._left[loop.device[i]].append(i)
+        self._last, seconds = table.last_half.tolist(), {*loop.second_half.values()}
+        rows = (own[a:b] for a, b in pairwise(schedule.encoded.first))
+        self._left = [deque(i for i in row if i not in seconds) for row in rows]
         # A collective has the number of its first member; that of the table's own ones too.
-        self._kind: dict[int, Kind] = {}
+        collectives = {each.members[0]: each for each in table.collectives.values()}
+        self._kind = {number: Kind(int(table.kind[number])) for number in collectives}
         # By action: the new collective that reads its result, and of an F the E that it waits for.
-        self._source: dict[int, int] = {}
-        self._entry: dict[int, int] = {}
-        for number, collective in table.collectives.items():
-            if number == collective.members[0]:
-                kind = self._kind[number] = Kind(int(table.kind[number]))
-                if kind in kinds:
-                    self._source[loop.need[number]] = number
-                if kind in kinds and kind is Kind.E:
-                    self._entry[collective.user] = number
+        new = {n: each for n, each in collectives.items() if self._kind[n] in kinds}
+        self._source = {loop.need[n]: n for n in new}
+        self._entry = {each.user: n for n, each in new.items() if self._kind[n] is Kind.E}
         # By number, the devices of the actions that need its result.
-        self._readers: dict[int, list[int]] = {}
-        for user, need in enumerate(loop.need):
-            self._readers.setdefault(need, []).append(loop.device[user])
-        starts = simulate(schedule, costs).starts
-        order = sorted(range(len(starts)), key=starts.__getitem__)
-        self._enter([self._insertion.own[i] for i in order])
+        self._readers = defaultdict[int, list[int]](list)
+        for device, need in zip(loop.device, loop.need, strict=True):
+            self._readers[need].append(device)
+        self._enter(simulate(schedule, costs).starts)
         # The sets that are still to come, with which a G may come.
         self._sets = sum(kind is not Kind.G for kind in self._kind.values())
         self._waiting: deque[int] = deque()  # each G whose B has run
         self._entered = 0  # E that are done, and whose F is not
         self._queue: list[tuple[float, bool, int]] = []  # time, whether it is a cell, and number
 
-    def _enter(self, order: Sequence[int]) -> None:
+    def _enter(self, starts: Sequence[float]) -> None:
         """Choose how many E come with each L: each E comes with the last L before its F that has no
         other, while few inputs wait.
         """
         self._inputs: deque[int] = deque()  # each E that is left, in the order of their F
         self._with_input: dict[int, int] = {}
         waiting, most = 0, 1 + len(self._left) // 2
-        for number in reversed(order):
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        for number in (self._insertion.own[i] for i in reversed(order)):
             if self._kind.get(number) is Kind.L:
                 count = min(waiting, max(1, waiting - most))
                 self._with_input[number], waiting = count, waiting - count
@@ -321,16 +313,6 @@ class _TableRun:
         if self._with_input:
             self._with_input[first] += rest
 
-    def _most(self) -> int:
-        """How many G may wait: more where an L may follow, none where no set does."""
-        if not self._sets:
-            return 0
-        return 2 + len(self._left) // 2 if self._with_input else 1
-
-    def _halves(self, cell: int) -> tuple[int, ...]:
-        second = self._loop.second_half.get(cell)
-        return (cell,) if second is None else (cell, second)
-
     def table(self) -> Schedule:
         """Run it to its end."""
         found = self._insertion.run(self._policy())
@@ -338,48 +320,50 @@ class _TableRun:
         return found
 
     def _policy(self) -> Iterator[int]:
+        loop = self._loop
         for device in range(len(self._left)):
             self._offer(device)
         while self._queue:
             time, is_cell, number = heapq.heappop(self._queue)
-            if self._loop.ends[number] < NEVER:
+            if loop.ends[number] < NEVER:
                 continue
-            if is_cell:
-                if self._loop.begin(number) > time:
-                    self._offer(self._loop.device[number])
-                else:
-                    yield from self._run(number)
+            if is_cell and loop.begin(number) > time:
+                self._offer(loop.device[number])
+            elif is_cell:
+                yield from self._run(number)
             elif number not in self._waiting:
                 yield from self._collective(number)
-            while len(self._waiting) > self._most() and self._loop.ready(self._waiting[0]) <= time:
+            # More G may wait where an L may follow, none where no set does.
+            most = 2 + len(self._left) // 2 if self._with_input else 1
+            most = most if self._sets else 0
+            while len(self._waiting) > most and loop.ready(self._waiting[0]) <= time:
                 yield from self._collective(self._waiting[0])
 
     def _offer(self, device: int) -> None:
         """Put a device's next cell into the queue, if it can start, or the collective that it
         waits for.
         """
-        loop, left = self._loop, self._left[device]
-        if not left:
+        loop = self._loop
+        if not self._left[device]:
             return
-        start = loop.begin(left[0])
-        if left[0] in loop.groups:
+        cell = self._left[device][0]
+        if cell in loop.groups:
             # One that the table has already, when all devices have reached it.
-            members = loop.groups[left[0]]
+            members = loop.groups[cell]
             if all(row and row[0] == i for row, i in zip(self._left, members, strict=True)):
                 heapq.heappush(self._queue, (loop.ready(members[0]), False, members[0]))
-        elif start < NEVER:
-            heapq.heappush(self._queue, (start, True, left[0]))
+        elif (start := loop.begin(cell)) < NEVER:
+            heapq.heappush(self._queue, (start, True, cell))
         else:
-            for half in self._halves(left[0]):
-                if half in self._entry:
-                    heapq.heappush(self._queue, (loop.free[device], False, self._entry[half]))
+            for half in {cell, self._last[cell]} & self._entry.keys():
+                heapq.heappush(self._queue, (loop.free[device], False, self._entry[half]))
 
     def _run(self, cell: int) -> Iterator[int]:
-        device = self._loop.device[cell]
+        device, last = self._loop.device[cell], self._last[cell]
         self._left[device].popleft()
-        yield from self._halves(cell)
-        last = self._halves(cell)[-1]
-        self._entered -= sum(half in self._entry for half in self._halves(cell))
+        for half in range(cell, last + 1):
+            yield half
+            self._entered -= half in self._entry
         if last in self._source:
             number = self._source[last]
             if self._kind[number] is Kind.G:
@@ -396,7 +380,9 @@ class _TableRun:
         while moved:
             moved = False
             for left in self._left:
-                while left and left[0] not in loop.groups and self._fits(left[0], begin):
+                while left and left[0] not in loop.groups:
+                    if loop.begin(left[0]) + loop.duration[self._last[left[0]]] > begin:
+                        break
                     yield from self._run(left[0])
                     moved = True
         for each in self._set(number):
@@ -408,9 +394,6 @@ class _TableRun:
                     row.popleft()
         for device in range(len(self._left)):
             self._offer(device)
-
-    def _fits(self, cell: int, until: float) -> bool:
-        return self._loop.begin(cell) + self._loop.duration[self._halves(cell)[-1]] <= until
 
     def _set(self, number: int) -> Iterator[int]:
         """A collective and those that come with it."""
