@@ -2,4 +2,4 @@
 and chooses among candidates.
 """
 
-IMPORTS = ("engine", "errors", "program", "table", "transforms")
+IMPORTS = ("engine", "program", "table", "transforms")

@@ -27,8 +27,8 @@ from ..stage.setup import Setup
 from ..storage.partition import parts_of
 from ..storage.plan import leaf_plans
 from ..storage.table import Home
-from ..table.effects import By, Place
-from ..table.kinds import Kind
+from ..table.effects import Place
+from ..table.kinds import By, Kind
 from .pools import StageEntries
 
 Options: TypeAlias = dict[str, str | bool]
