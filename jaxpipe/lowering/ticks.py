@@ -18,9 +18,10 @@ from ..program.segments import JOINT, Block, Payload
 from ..table.clock import EventLoop
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import RUNS_FORWARD, Kind, kinds_where
+from ..table.kinds import RUNS_FORWARD, Action, Kind, Overlap, kinds_where
 from ..table.order import waiting
 from ..table.schedule import Schedule
+from ..table.text import drawn
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
 
@@ -180,6 +181,21 @@ class Ticks:
         """
         needs = [self.blocks[1][:, :, 0] > 0, self.transfers[1] < NO_TRANSFER]
         return equal_rows(np.concatenate(needs, axis=1))
+
+    def __str__(self) -> str:
+        cells: list[dict[int, list[Action]]] = [{} for _ in self.schedule.rows]
+        for (device, _, action), tick in zip(
+            self.schedule.actions(), self.when.tolist(), strict=True
+        ):
+            cells[device].setdefault(tick, []).append(action)
+        texts = [
+            {
+                t: str(c[0] if len(c) == 1 else Overlap(*sorted(c, key=lambda a: a.kind)))
+                for t, c in row.items()
+            }
+            for row in cells
+        ]
+        return drawn(texts, ())
 
 
 def assign_ticks(schedule: Schedule) -> Ticks:
