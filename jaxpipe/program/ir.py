@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..table.columns import in_columns
 from ..table.effects import (
     EFFECTS,
     MOVES,
@@ -211,10 +212,7 @@ def show(program: Program) -> str:
             template = segment.template(tick)
             cells = (_cell(program, template, tick, device) for device in devices)
             rows.append([f"{tick:4}", *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(" | ".join(cells).rstrip())
+    lines.append(in_columns(rows, between=" | "))
     if shown < num_ticks:
         lines.append(f" ... | {num_ticks - shown} more ticks")
     return "\n".join(lines)

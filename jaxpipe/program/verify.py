@@ -1,15 +1,15 @@
 """Proof that a program computes its schedule: every value is followed through the slots, with
 symbols for arrays.
 
-It reads nothing but the program, knows nothing of the passes that made it, and is linear in the
-number of actions (arrays of numpy, no loop over ticks), so that it can run before every
-compilation.
+It reads nothing but the program, knows nothing of the passes that made it, and takes microseconds
+an action, so that it can run before every compilation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice, product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, groupby, islice, product
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -249,37 +249,28 @@ def _permute_faults(permute: Permute) -> Iterator[Fault]:
         yield Fault(ProgramRule.PERMUTE, f"({permute}) goes both up and down")
 
 
-class Accesses(NamedTuple):
-    """One entry an access, in no order.  A value is the number stage * M + microbatch of what the
-    pool holds.
-    """
-
-    tick: Ints
-    device: Ints
-    slot: Ints
-    # within the tick: 4 n before block n or after n blocks, two more in it; `_AFTER` all of them
-    place: Ints
-    order: Ints  # within the block: that of `Access`
-    value: Ints
-
-    @property
-    def is_read(self) -> NDArray[np.bool_]:
-        """Per access, whether it reads."""
-        return np.asarray(self.order == Access.READ)
-
-
-# The columns of some accesses; a number applies to all of them.
+# Some accesses: tick, device, slot, place, order and value of each; a number applies to all.  The
+# place within the tick is 4 n before block n or after n blocks, two more in it, and `_AFTER` all of
+# them; the order within the block is that of `Access`.  A value is the number of what the pool
+# holds, stage * M + microbatch.
 _Columns: TypeAlias = tuple[ArrayLike, ...]
 
 
-def _accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Accesses:
-    """The accesses of one pool."""
-    parts: list[_Columns] = [(np.zeros(0, np.int64),) * len(Accesses._fields)]
-    parts += [*_of_blocks(program, pool, blocks), *_of_moves(program, pool)]
+def _accesses(
+    program: Program, pool: Place, blocks: Sequence[Running]
+) -> Iterator[tuple[int, ...]]:
+    """The accesses of one pool: device, slot, tick, place, order and value; by slot, then in the
+    order of time.
+    """
+    parts = [*_of_blocks(program, pool, blocks), *_of_moves(program, pool)]
     parts += _of_exchanges(program, pool, blocks)
+    if not parts:
+        return iter(())
     alike = ([np.broadcast_to(each, np.shape(part[0])) for each in part] for part in parts)
-    columns = map(np.concatenate, zip(*alike, strict=True))
-    return Accesses(*(column.astype(np.int64) for column in columns))
+    tick, device, slot, *rest = map(np.concatenate, zip(*alike, strict=True))
+    columns = device, slot, tick, *rest
+    order = np.lexsort(columns[::-1])
+    return zip(*(column[order].tolist() for column in columns), strict=True)
 
 
 def _happening(
@@ -369,84 +360,48 @@ def _of_moves(program: Program, pool: Place) -> Iterator[_Columns]:
                 yield when, device, slot, place, order, value[at]
 
 
-def _flow_faults(pool: Place, size: int, found: Accesses, *, spare: bool) -> Iterator[Fault]:
-    """Broken rules of one pool."""
-    outside = np.flatnonzero((found.slot < 0) | (found.slot >= size))
-    for i in outside[:_MOST_LISTED].tolist():
-        what = f"slot {found.slot[i]} of pool {pool.value}"
-        message = f"{what}, which has {size}"
-        yield Fault(ProgramRule.SLOT, message, int(found.tick[i]), int(found.device[i]))
-    if len(outside):
-        return
-    # By slot, then in the order of time.
-    order = np.lexsort((found.order, found.place, found.tick, found.slot, found.device))
-    found = Accesses._make(column[order] for column in found)
-    last = _last_write(found)
-    held = np.where(last >= 0, found.value[last], NOTHING)
-    wrong = np.flatnonzero(found.is_read & (held != found.value))
-    yield from _wrong_reads(pool, found, held, wrong)
-    if len(wrong):
-        return
-    if pool in OF_SLICES:
-        found = found._replace(order=np.where(_updates(found, last), Access.READ, found.order))
-    yield from _size_faults(pool, size, found, _last_write(found), spare=spare)
+def _flow_faults(
+    pool: Place, size: int, accesses: Iterable[tuple[int, ...]], *, spare: bool
+) -> list[Fault]:
+    """Broken rules of one pool: every slot exists, and every read finds its value there.
 
-
-def _updates(found: Accesses, last: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Writings of rows among the others of a sequence: they find its value in the slot, and leave
-    it there.
-    """
-    before = np.concatenate([[-1], last[:-1]])[: len(last)]
-    here = (found.device[before] == found.device) & (found.slot[before] == found.slot)
-    same: NDArray[np.bool_] = here & (found.value[before] == found.value)
-    return ~found.is_read & (before >= 0) & same
-
-
-def _last_write(found: Accesses) -> NDArray[np.int64]:
-    """Per access in order, the last write to the same slot before it, or -1."""
-    number = np.arange(len(found.slot))
-    cell = np.stack([found.device, found.slot], 1)
-    starts = np.ones(len(number), bool)
-    starts[1:] = (cell[1:] != cell[:-1]).any(axis=1)
-    begin = np.maximum.accumulate(np.where(starts, number, 0))
-    write = np.maximum.accumulate(np.where(found.is_read, -1, number))
-    return np.where(write >= begin, write, -1)
-
-
-def _wrong_reads(
-    pool: Place, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
-) -> Iterator[Fault]:
-    """A missing value was overwritten if it was in the slot before; else it never arrived."""
-    for i in wrong[:_MOST_LISTED].tolist():
-        same = (found.device == found.device[i]) & (found.slot == found.slot[i])
-        was_here = (same & ~found.is_read & (found.value == found.value[i]))[:i].any()
-        what = f"slot {found.slot[i]} of pool {pool.value}"
-        rule = ProgramRule.OVERWRITTEN if was_here else ProgramRule.VALUE
-        message = f"{what} holds value {held[i]}, not {found.value[i]} (stage x M + microbatch)"
-        message += ", which was overwritten" if was_here else ""
-        yield Fault(rule, message, int(found.tick[i]), int(found.device[i]))
-
-
-def _size_faults(
-    pool: Place, size: int, found: Accesses, last: NDArray[np.int64], *, spare: bool
-) -> Iterator[Fault]:
-    """The pool has as many slots as values are alive at once, from their writing to their last
+    The pool has as many slots as values are alive at once, from their writing to their last
     reading, on the device with most; with `spare` slots, at least as many.
     """
-    end = np.full(len(found.slot), -1)
-    reads = np.flatnonzero(found.is_read)
-    np.maximum.at(end, last[reads], reads)
-    alive = np.flatnonzero(end >= 0)
-    # Reading and writing in one block is one moment: what is read last there still has its slot.
-    span = int(found.place.max(initial=0)) + 1
-    moment = found.tick * span + found.place
-    times = np.concatenate([2 * moment[alive], 2 * moment[end[alive]] + 1])
-    steps = np.repeat([1, -1], len(alive))
-    device = np.concatenate([found.device[alive]] * 2)
-    order = np.lexsort((times, device))
+    found: list[Fault] = []
+    # device, tick and place; and by how much that changes what is alive
+    steps: list[tuple[int, ...]] = []
+    for (device, slot), own in groupby(accesses, itemgetter(0, 1)):
+        what, held, written = f"slot {slot} of pool {pool.value}", NOTHING, set[int]()
+        # of each value, when it is written and read
+        lives: list[list[tuple[int, int]]] = []
+        for _, _, tick, place, order, value in own:
+            now = tick, place
+            if not 0 <= slot < size:
+                message = f"{what}, which has {size}"
+                found.append(Fault(ProgramRule.SLOT, message, tick, device))
+            elif order != Access.READ and (value != held or pool not in OF_SLICES):
+                written.add(value)
+                lives.append([now])
+                held = value
+            elif value == held:  # rows among the others of a sequence are added to its value
+                lives[-1].append(now)
+            else:
+                # A missing value was overwritten if it was in the slot before; else it never
+                # arrived.
+                was_here = value in written
+                rule = ProgramRule.OVERWRITTEN if was_here else ProgramRule.VALUE
+                message = f"{what} holds value {held}, not {value} (stage x M + microbatch)"
+                message += ", which was overwritten" if was_here else ""
+                found.append(Fault(rule, message, tick, device))
+        # In one moment, what is read last still has its slot.
+        for life in (life for life in lives if len(life) > 1):
+            steps += (device, *life[0], 0, 1), (device, *life[-1], 1, -1)
+    if found:
+        return sorted(found, key=attrgetter("tick"))[:_MOST_LISTED]
     # Each device's steps sum to nothing, so one running sum serves all.
-    peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
+    peak = max(chain([1], accumulate(step for *_, step in sorted(steps))))
     if peak > size or (peak < size and not spare):
-        alive_at_once = f"{peak} values are alive at its peak"
-        message = f"pool {pool.value} has {size} slots; {alive_at_once}"
-        yield Fault(ProgramRule.POOL, message)
+        message = f"pool {pool.value} has {size} slots; {peak} values are alive at its peak"
+        found.append(Fault(ProgramRule.POOL, message))
+    return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def in_columns(lines: Sequence[Sequence[str]], *, left: int | None = None) -> str:
+def in_columns(
+    lines: Sequence[Sequence[str]], *, left: int | None = None, between: str = "  "
+) -> str:
     """Lines of cells as text, in columns, of which the first `left` (all without it) are flush
     left.
 
@@ -19,6 +21,6 @@ def in_columns(lines: Sequence[Sequence[str]], *, left: int | None = None) -> st
     def placed(line: Sequence[str]) -> str:
         cells = enumerate(zip(line, widths, strict=True))
         texts = [cell.ljust(w) if i < most else cell.rjust(w) for i, (cell, w) in cells]
-        return "  ".join(texts).rstrip()
+        return between.join(texts).rstrip()
 
     return "\n".join(map(placed, lines))

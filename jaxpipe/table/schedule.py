@@ -156,9 +156,7 @@ class Schedule:
         ScheduleError where a stage number is far beyond what the number of actions allows (a typing
         error in a file).
         """
-        table = cast("tuple[Row, ...]", rows)  # checked where the schedule is made
-        if placement is None or num_microbatches is None:
-            table = plain_rows(rows)
+        table = plain_rows(rows)
         if placement is None:
             placement = _placement_of(table)
         if num_microbatches is None:
