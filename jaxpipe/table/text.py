@@ -124,8 +124,7 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
     ScheduleError lists every cell that is not an action (reading stops after a thousand).
     """
     bad: list[Violation] = []
-    lines = map(list, map(enumerate, csv_lines(text)))
-    rows = _rows(lines, bad, lambda d, c: f"line {d + 1}, column {c + 1}")
+    rows = _rows(csv_lines(text), bad, lambda d, c: f"line {d + 1}, column {c + 1}")
     _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
     if not any(map(any, rows)):
         write = "write one line per device and one action per cell, e.g. 0F0,0B0"
@@ -209,8 +208,7 @@ def table_from_json(text: str) -> dict[str, Any]:
 def rows_from_json(texts: Sequence[Sequence[str | None]]) -> list[list[Cell]]:
     """The cells of each device; ScheduleError lists every one that is wrong."""
     bad: list[Violation] = []
-    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in texts)
-    rows = _rows(lines, bad, lambda d, c: f'"rows"[{d}][{c}]')
+    rows = _rows(texts, bad, lambda d, c: f'"rows"[{d}][{c}]')
     _raise_if(bad, "the JSON is not a schedule")
     return rows
 
@@ -242,19 +240,17 @@ def _readable(text: str, what: str) -> str:
 
 
 def _rows(
-    lines: Iterable[Sequence[tuple[int, str]]],
+    lines: Iterable[Sequence[str | None]],
     bad: list[Violation],
     place: Callable[[int, int], str],
 ) -> list[list[Cell]]:
-    """Read the cells of each device, given with their columns, adding violations to `bad` until
-    that is full.
-    """
+    """Read the cells of each device, adding violations to `bad` until that is full."""
     rows: list[list[Cell]] = []
     for device, texts in enumerate(lines):
         rows.append([])
-        for column, text in texts:
+        for column, text in enumerate(texts):
             try:
-                match = _WITHOUT_NUMBER.fullmatch(text.strip())
+                match = _WITHOUT_NUMBER.fullmatch((text or "").strip())
                 unnumbered = match and Action(int(match[1]), _NAMED[match[2]], UNNUMBERED)
                 rows[-1].append(unnumbered or (parse_cell(text) if text else None))
             except ParseError as error:
