@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import MAX_COUNT, ScheduleError, quoted, typed
+from ..errors import Count, ScheduleError, typed
 from ..table.kinds import COLLECTIVES, Action, Kind, Release, Value, makers
 from ..table.placement import Placement
 from ..table.schedule import Objective
@@ -213,11 +213,11 @@ class JobShop(NamedTuple):
 def lower_bound(
     costs: Costs | None = None,
     *,
-    microbatches: int | None = None,
-    devices: int | None = None,
-    chunks: int = 1,
+    microbatches: Count | None = None,
+    devices: Count | None = None,
+    chunks: Count = 1,
     placement: Placement | None = None,
-    max_activations: int | None = None,
+    max_activations: Count | None = None,
     objective: Objective = Objective.MAKESPAN,
 ) -> float:
     """A makespan below which no schedule goes that has these costs, this placement and at most so
@@ -263,13 +263,11 @@ def lower_bound(
     """
     if objective is Objective.PERIOD and microbatches is None:
         microbatches = 1
-    numbers = {"microbatches": microbatches, "chunks": chunks}
-    numbers |= {} if placement else {"devices": devices}
-    numbers |= {} if max_activations is None else {"max_activations": max_activations}
+    needed = {"microbatches": microbatches, "devices": placement or devices}
     faults = (
-        f"{name} must be a whole number of at least 1, not {quoted(n)}"
-        for name, n in numbers.items()
-        if n is None or n < 1
+        f"{name} must be a whole number of at least 1, not None"
+        for name, given in needed.items()
+        if given is None
     )
     ScheduleError.refuse("there is no bound for this", faults)
     places = [placement] if placement else loop_and_vee(devices, chunks)
@@ -283,9 +281,7 @@ def lower_bound(
     costs = costs or Costs()
     times = cheapest(costs.for_stages(places[0].num_stages))
     assert microbatches is not None
-    if cap is not None:
-        # No table holds more: a larger cap is none.
-        cap = None if costs.recompute is not None else min(cap, MAX_COUNT)
+    cap = None if costs.recompute is not None else cap
     shops = (JobShop.of(place, times, costs.release, microbatches, cap) for place in places)
     return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
 
