@@ -354,8 +354,7 @@ def fitted(
         makers: Iterable[OrderMaker], count: int, patience: Sequence[float]
     ) -> Iterator[tuple[ListSchedule, OrderMaker]]:
         for maker in makers:
-            order = maker(count + slices - 1)
-            order = order if slices == 1 else sliced(order, slices)
+            order = sliced(maker(count + slices - 1), slices)
             if max(least_peaks(order)) <= cap:
                 for wait in patience:
                     yield list_schedule(order, costs, caps, wait), maker

@@ -196,7 +196,7 @@ def _named(wanted: _Wanted, slices: int = 1) -> Iterator[Schedule]:
             continue
         if "costs" in inspect.signature(make).parameters:
             tables.append(make(**shape, costs=costs))
-        for table in tables if slices == 1 else (sliced(each, slices) for each in tables):
+        for table in (sliced(each, slices) for each in tables):
             if max(simulate(table, wanted.costs).peak_activations) <= wanted.cap:
                 yield table
 

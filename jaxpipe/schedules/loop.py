@@ -37,6 +37,8 @@ def sliced(schedule: Schedule, slices: int) -> Schedule:
              | 0     1     2     3     4     5     6     7
     device 0 | 0F0.0 0F0.1 0B0.1 0F1.0 0B0.0 0F1.1 0B1.1 0B1.0
     """
+    if slices == 1:
+        return schedule
     count = schedule.num_microbatches - (slices - 1)
     rows = [
         [cell for cell in (_renamed(c, count, slices) for c in row) if cell is not None]

@@ -263,8 +263,7 @@ def build(
     if chunks is None:
         chunks = entry.chunks.natural
     arguments = {key: value for key, value in options.items() if value is not None}
-    shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
-    shape |= {"slices": int(slices)} if slices > 1 else {}
+    shape = dict(zip(_SHAPE, map(int, (devices, microbatches, chunks, slices)), strict=True))
     costs = arguments.get("costs")
     if costs is not None:
         stages = shape["devices"] * shape["chunks"]
@@ -281,14 +280,14 @@ def build(
 
 def _generated(entry: NamedSchedule, forward_only: bool, **arguments: Any) -> Schedule:
     """What a generator makes, or the forwards of it."""
-    microbatches, slices = arguments["microbatches"], arguments.get("slices", 1)
-    if slices == 1 or "slices" in inspect.signature(entry.generator).parameters:
+    microbatches = arguments["microbatches"]
+    if "slices" in inspect.signature(entry.generator).parameters:
         schedule = entry.generator(**arguments)
     else:
-        del arguments["slices"]
-        if "costs" in arguments:  # those of the table that is cut
+        slices = arguments.pop("slices")
+        if "costs" in arguments and slices > 1:  # those of the table that is cut
             arguments["costs"] = replace(arguments["costs"], slice_factors=None)
-        arguments["microbatches"] = microbatches + slices - 1
+        arguments["microbatches"] += slices - 1
         schedule = sliced(entry.generator(**arguments), slices)
     schedule = replace(schedule, name=entry.name)
     if not forward_only:
