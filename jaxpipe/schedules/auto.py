@@ -98,7 +98,7 @@ def auto(
     )
     wanted = _Wanted(places, microbatches, costs, max_activations, most, bound)
     if slices > 1:
-        factors = (1,) * slices if costs.slice_factors is None else costs.slice_factors
+        factors = costs.for_stages(devices * chunks).factor_of(slices, slices)
         listed = _listed(wanted, replace(costs, slice_factors=factors), slices)
         return shortest((listed, *_named(wanted, slices)), costs)
     if objective is Objective.PERIOD:

@@ -199,6 +199,7 @@ def test_sliced_takes_any_table_in_order():
 def test_factors_of_slices_go_with_any_schedule_that_takes_costs(name):
     costs = jp.Costs(slice_factors=(0.8, 1.2))
     assert build(name, slices=2, costs=costs).slices == 2
+    assert build(name, costs=jp.Costs(slice_factors=2)).slices == 4  # one for all of them
     for slices in (1, 4):
         with pytest.raises(jp.errors.CostError, match=f"2 entries, but the schedule has {slices}"):
             build(name, slices=slices, costs=costs)
