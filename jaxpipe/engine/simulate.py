@@ -167,9 +167,8 @@ class Timeline:
         it has none.
         """
         table, none = self.schedule.encoded, (self.makespan, self.makespan)
-        compute = np.flatnonzero(table.is_compute)
-        edges = np.searchsorted(compute, table.first).tolist()
-        rows = (compute[a:b].tolist() for a, b in pairwise(edges))
+        compute = table.is_compute.tolist()
+        rows = ([i for i in range(a, b) if compute[i]] for a, b in pairwise(table.first))
         return tuple((self.starts[row[0]], self.ends[row[-1]]) if row else none for row in rows)
 
     @cached_property
