@@ -96,20 +96,17 @@ class Beam:
         self._last = self._tails[:, -2, None]
         # Per node the lengths of those of its device up to it: with any of them come all before it.
         self._work = np.tril(self._device[:, None] == self._device) * self._length[:, 0]
-        # A node's action needs that of one other node for the same microbatch; what else it needs
-        # is of its own device, so that it is over when the device is free.
+        # A node's action needs that of one other node for the same microbatch.  What else it needs
+        # is of its own device, so that it is over when the device is free, or there is no place.
         number = self._node.argsort()
-        source, target, lag, delay = map(np.array, zip(*shop.arcs, strict=True))
-        source, target, direct = number[source], number[target], lag == 0
-        assert len(np.unique(target[direct])) == direct.sum()
+        direct = [arc for arc in shop.arcs if not arc.lag]
+        assert len({arc.target for arc in direct}) == len(direct)
         self._row = np.arange(count + 1)[:, None] * columns  # of a node in flat ends and tails
         self._source = np.full((count, 1), count * columns)
         self._delay = np.zeros((count, 1))
-        self._source[target[direct]] = self._row[source[direct]]
-        self._delay[target[direct], 0] = delay[direct]
-        before = ~direct & (source != target)
-        self._before, self._after = source[before], target[before]
-        self._lag = lag[before, None]
+        for arc in direct:
+            self._source[number[arc.target]] = self._row[number[arc.source]]
+            self._delay[number[arc.target]] = arc.delay
 
     def _empty(self) -> Partial:
         """The schedule with nothing placed."""
@@ -147,9 +144,6 @@ class Beam:
         """
         at = counts + self._source + np.arange(len(ends)) * ends[:1].size
         starts: Times = np.maximum(ends.take(at) + self._delay, free[self._device])
-        late = counts[self._before] + self._lag <= counts[self._after]
-        arc, each = np.nonzero(late)
-        starts[self._after[arc], each] = NEVER
         return starts
 
     def _conflict(self, beam: Partial, waits: bool) -> Flags:
