@@ -17,7 +17,7 @@ activations that live at any time modulo T may not exceed the cap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import pairwise, product
 from math import ceil, floor, lcm
@@ -183,11 +183,7 @@ class _Problem(NamedTuple):
         span = model.new_int_var(floor(at_least * self.scale), horizon, "")
         self._precedences(model, start, span)
         for row in rows:
-            own = [slot for slot in row if slot in free]
-            at = row.index(own[0]) if own else len(row)
-            before, after = row[:at], row[at + len(own) :]
-            self._one_machine(model, start, before, own, after)
-            self._places(model, start, before, own)
+            self._device(model, start, row, free)
         for slot, tick in hint.items():
             model.add_hint(start[slot], tick)
         model.add_hint(span, horizon)
@@ -224,41 +220,27 @@ class _Problem(NamedTuple):
         for slot, begin in start.items():
             model.add(span >= begin + self._length(slot))
 
-    def _one_machine(
-        self,
-        model: cp_model.CpModel,
-        start: Starts,
-        before: Sequence[JobSlot],
-        own: Sequence[JobSlot],
-        after: Sequence[JobSlot],
+    def _device(
+        self, model: cp_model.CpModel, start: Starts, row: list[JobSlot], free: Set[JobSlot]
     ) -> None:
-        """One action at a time; those before and after the free ones stay in their order."""
+        """One action at a time, those before and after the free ones in their order; and at most
+        `cap` activations at once, which only the free ones can change.
+        """
+        own = [slot for slot in row if slot in free]
+        at = row.index(own[0]) if own else len(row)
+        before, after = row[:at], row[at + len(own) :]
         model.add_no_overlap(
             [model.new_fixed_size_interval_var(start[slot], self._length(slot), "") for slot in own]
         )
         borders = [*product(before[-1:], own or after[:1]), *product(own, after[:1])]
         for one, other in (*pairwise(before), *borders, *pairwise(after)):
             model.add(start[other] >= start[one] + self._length(one))
-
-    def _places(
-        self,
-        model: cp_model.CpModel,
-        start: Starts,
-        before: Sequence[JobSlot],
-        own: Sequence[JobSlot],
-    ) -> None:
-        """At most `cap` activations at once, when any of the free F starts; before and after the
-        free actions nothing changes.
-        """
         nodes, cap = self.shop.nodes, self.shop.cap
-        stages = {nodes[n].stage for n, _ in (*before, *own)}
-        # With one stage a device, the cap is an arc of the job shop.
-        if cap is None or len(stages) == 1 or cap >= len(stages) * self.shop.microbatches:
-            return
         begins = [(start[slot], 1) for slot in own if nodes[slot[0]].begins]
         ends = [(start[s] + self._length(s), -1) for s in own if nodes[s[0]].releases]
-        held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
-        if begins:
+        # With one stage a device, the cap is an arc of the job shop.
+        if begins and cap is not None and self.shop.chunks > 1:
+            held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
             times, changes = zip(*begins, *ends, strict=True)
             model.add_reservoir_constraint(times, changes, -len(ends), cap - held)
 
