@@ -44,37 +44,34 @@ class _Code:
     it, in the order in which its template has them, then after them all.
 
     Attributes:
-        lanes: the most permutes of a tick.
         payload: `[tick, lane]`; -1 where there is none.
         written: `[tick, lane]`, the moment in which what it brings is written.
     """
 
     def __init__(self, segments: Sequence[Segment], ticks: Ticks) -> None:
-        templates = [
-            (segment.ticks(j), template)
-            for segment in segments
-            for j, template in enumerate(segment.templates)
-        ]
-        devices, count = ticks.schedule.num_devices, len(templates)
-        self._blocks = np.array([len(template.blocks) for _, template in templates], np.int64)
-        self._span = 2 * int(self._blocks.max(initial=0)) + 2
-        self.lanes = max((len(template.permutes) for _, template in templates), default=0)
-        chunks = 1 + int(ticks.chunks.max(initial=0))
-        self._template = np.zeros(ticks.num_ticks, np.int64)  # the number of each tick's
-        self._place = np.zeros((count, len(Kind), chunks, 2), np.int64)
-        self._lane = np.full((count, len(Payload), devices, devices), -1)
-        payload = np.full((count, self.lanes), -1)
-        for n, (its_ticks, template) in enumerate(templates):
-            self._template[its_ticks] = n
-            for place, use in enumerate(template.blocks):
-                self._place[n, *map(int, use.block)] = place
-            for lane, permute in enumerate(template.permutes):
-                payload[n, lane] = permute.payload
-                for source, target in permute.pairs:
-                    self._lane[n, permute.payload, source, target] = lane
-        self.payload = payload[self._template]
+        templates = [each for segment in segments for each in segment.templates]
+        lanes = max((len(each.permutes) for each in templates), default=0)
+        self._span = 2 * max((len(each.blocks) for each in templates), default=0) + 2
+        self._blocks = np.zeros(ticks.num_ticks, np.int64)
+        chunks, devices = 1 + int(ticks.chunks.max(initial=0)), ticks.schedule.num_devices
+        self._place = np.zeros((ticks.num_ticks, len(Kind), chunks, 2), np.int64)
+        # The number of an edge, and its lane in each tick.
+        self._edge = np.zeros((len(Payload), devices, devices), np.int64)
+        for number, edge in enumerate(ticks.transfers[0]):
+            self._edge[edge] = number
+        self._lane = np.full(ticks.transfers[1].shape, -1)
+        self.payload = np.full((ticks.num_ticks, max(lanes, 1)), -1)
         self.written = np.zeros(self.payload.shape, np.int64)
         for segment in segments:
+            for j, template in enumerate(segment.templates):
+                mine = segment.ticks(j)
+                self._blocks[mine] = len(template.blocks)
+                for place, use in enumerate(template.blocks):
+                    self._place[mine, *map(int, use.block)] = place
+                for lane, permute in enumerate(template.permutes):
+                    self.payload[mine, lane] = permute.payload
+                    for pair in permute.pairs:
+                        self._lane[mine, self._edge[permute.payload, *pair]] = lane
             for transit in segment.transits:
                 at = segment.ticks(transit.tick), transit.lane
                 self.written[at] = self.before(*segment.written(transit))
@@ -85,11 +82,11 @@ class _Code:
 
     def during(self, tick: IntArray, *block: IntArray) -> IntArray:
         """The time at which a block (kind, chunk, keeps) runs."""
-        return self.before(tick, self._place[self._template[tick], *block]) + 1
+        return self.before(tick, self._place[tick, *block]) + 1
 
     def blocks_done(self, tick: IntArray) -> IntArray:
         """When a pair, which runs as one, has read and written all that its blocks do."""
-        return self.before(tick, self._blocks[self._template[tick]]) - 1
+        return self.before(tick, self._blocks[tick]) - 1
 
     def after(self, tick: IntArray) -> IntArray:
         """The time at which a tick is over."""
@@ -97,7 +94,7 @@ class _Code:
 
     def lane(self, tick: IntArray, payload: Payload, *ends: IntArray) -> IntArray:
         """The lane of the permute that carries each transfer from a source to a target."""
-        found: IntArray = self._lane[self._template[tick], payload, *ends]
+        found: IntArray = self._lane[tick, self._edge[payload, *ends]]
         assert (found >= 0).all(), "no permute carries a transfer"
         return found
 
@@ -179,7 +176,7 @@ class _Writer:
         keeps = (~table.recomputed).astype(np.int64)
         blocks = table.kind, ticks.chunks, keeps
         self._runs = self._code.during(ticks.when, *blocks)  # the moment of each action
-        lanes, shape = max(self._code.lanes, 1), (ticks.num_ticks, table.num_devices)
+        lanes, shape = self._code.payload.shape[1], (ticks.num_ticks, table.num_devices)
         self._arrival = {name: np.zeros((lanes, *shape), np.int32) for name in ARRIVAL}
         self._ticks = self._empty(shape, moves)
         self.moved = self._moved() if moves else np.zeros((3, 0), np.int64)
@@ -330,7 +327,7 @@ class _Writer:
         # what permutes bring to devices that have no message in them
         payloads = [payload for payload, name in POOL_OF.items() if name is pool]
         strays = np.zeros(self._arrival["slot"].shape, bool)
-        strays[: self._code.lanes] = np.isin(self._code.payload, payloads).T[..., None]
+        strays[:] = np.isin(self._code.payload, payloads).T[..., None]
         for use in uses:
             if use.slots is self._arrival["slot"]:
                 strays[use.at] = False
