@@ -67,7 +67,8 @@ class _Code:
                 mine = segment.ticks(j)
                 self._blocks[mine] = len(template.blocks)
                 for place, use in enumerate(template.blocks):
-                    self._place[mine, *map(int, use.block)] = place
+                    kind, chunk, keeps = use.block
+                    self._place[mine, kind, chunk, int(keeps)] = place
                 for lane, permute in enumerate(template.permutes):
                     self.payload[mine, lane] = permute.payload
                     for pair in permute.pairs:

@@ -9,10 +9,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from ..errors import Count, ScheduleError, quoted, typed
-from ..table.kinds import KINDS, Action, Cell, Kind, Sharded, parts
+from ..table.kinds import BESIDE, KINDS, TRANSFERS, Action, Cell, Kind, Sharded, parts
 from ..table.schedule import Schedule, check, numbered
 from ..table.text import UNNUMBERED
-from .rewrites import refuse_transfers
+from .rewrites import refuse
 
 _FAR = float("inf")
 
@@ -59,7 +59,7 @@ def add_gathers(
     >>> print(*add_gathers(s, max_active=1).rows[0])
     0U0 0F0 0D0 1U0 1F0 1B0 1X0 1D0 0U0 0B0 0X0 0D0
     """
-    refuse_transfers(schedule, "U, D and X go into a table without them")
+    refuse(schedule, TRANSFERS, BESIDE, how="U, D and X go into a table without them")
     check(schedule)
     rows = [[cell for cell in row if cell is not None] for row in schedule.rows]
     if ahead is not None and ahead < 0:

@@ -26,6 +26,8 @@ from ..errors import ScheduleError, quoted, typed
 from ..table.clock import EventLoop
 from ..table.encoded import Transfers
 from ..table.kinds import (
+    BESIDE,
+    COLLECTIVES,
     MESSAGES,
     RECEIVES,
     SENDS,
@@ -41,7 +43,7 @@ from ..table.kinds import (
 from ..table.order import Cycle, Wait, run_order
 from ..table.schedule import Schedule, check
 from .insertion import Insertion
-from .rewrites import refuse_transfers, remove_recompute
+from .rewrites import refuse, remove_recompute
 
 
 @typed()
@@ -68,15 +70,8 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     0F0,0SEND_F0,0RECV_B0,0B0
     1RECV_F0,1F0,1B0,1SEND_B0
     """
-    if schedule.has_transfers:
-        raise ScheduleError(
-            "the table has SEND and RECV already; jaxpipe.transforms.remove_transfers removes them"
-        )
-    if schedule.encoded.is_collective.any():
-        raise ScheduleError(
-            "the table has L or E, for which no SEND and RECV are defined; "
-            "jaxpipe.transforms.remove_spread takes them out"
-        )
+    refuse(schedule, TRANSFERS, how="they go into a table without them")
+    refuse(schedule, COLLECTIVES, how="no SEND and RECV are defined for them")
     timeline = simulate(schedule, costs)
     late = _with_late_receives(timeline)
     return late.with_rows(_early_in_cycles(late, timeline))
@@ -249,7 +244,7 @@ def _refuse(
 ) -> None:
     """ScheduleError for a table that cannot take an R, and for invalid arguments."""
     check(schedule)
-    refuse_transfers(schedule, "add R without them, then put them in")
+    refuse(schedule, TRANSFERS, BESIDE, how="add R without them, then put them in")
     if schedule.forward_only:
         raise ScheduleError(
             "the table has no backward, so nothing is recomputed; give it B, or I and W, for "

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..errors import ScheduleError, typed
 from ..table.kinds import (
     BESIDE,
+    COLLECTIVES,
     RECOMPUTE,
     SHARES,
     TRANSFERS,
@@ -18,17 +19,12 @@ from ..table.kinds import (
     Kind,
     Overlap,
     Pass,
-    Value,
     kinds_where,
-    makers,
     parts,
 )
 from ..table.schedule import Schedule
 
-_FORWARDS = (
-    *makers(Value.OUTPUT),
-    *kinds_where(lambda spec: spec.is_collective and spec.direction is Pass.FORWARD),
-)
+_FORWARDS = kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.FORWARD)
 
 
 @typed()
@@ -58,7 +54,7 @@ def remove_recompute(schedule: Schedule) -> Schedule:
     0F0,0F1,0B0,0B1
     """
     if schedule.encoded.recomputes:
-        refuse_gathers(schedule, "take R out without them, since R may begin a run")
+        refuse(schedule, BESIDE, how="take R out without them, since R may begin a run")
     return without_kinds(schedule, RECOMPUTE)
 
 
@@ -87,24 +83,22 @@ def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
     )
 
 
-def refuse_transfers(schedule: Schedule, how: str) -> None:
-    """ScheduleError for a table with SEND and RECV, or with U, D and X; `how` says what to do
-    without them.
-    """
-    if schedule.has_transfers:
-        raise ScheduleError(
-            f"the table has SEND and RECV; {how} "
-            "(jaxpipe.transforms.remove_transfers takes them out)"
-        )
-    refuse_gathers(schedule, how)
+# What a transform may refuse, as its errors name it, and what takes it out.
+_TAKEN_OUT = {
+    TRANSFERS: ("SEND and RECV", "remove_transfers"),
+    BESIDE: ("U, D or X", "remove_gathers"),
+    COLLECTIVES: ("L or E", "remove_spread"),
+}
 
 
-def refuse_gathers(schedule: Schedule, how: str) -> None:
-    """ScheduleError for a table with U, D and X; `how` says what to do without them."""
-    if not schedule.encoded.kinds.isdisjoint(BESIDE):
-        raise ScheduleError(
-            f"the table has U, D or X; {how} (jaxpipe.transforms.remove_gathers takes them out)"
-        )
+def refuse(schedule: Schedule, *groups: tuple[Kind, ...], how: str) -> None:
+    """ScheduleError for a table with kinds of these groups; `how` says what to do without them."""
+    for group in groups:
+        what, remover = _TAKEN_OUT[group]
+        if not schedule.encoded.kinds.isdisjoint(group):
+            raise ScheduleError(
+                f"the table has {what}; {how} (jaxpipe.transforms.{remover} takes them out)"
+            )
 
 
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
@@ -187,7 +181,8 @@ def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
     0F0,0F1,0B0,0B1
     """
     if delayed:
-        refuse_gathers(schedule, "merge without them, since W may be the only one of its run")
+        how = "merge without them, since W may be the only one of its run"
+        refuse(schedule, BESIDE, how=how)
     passes: set[tuple[int, int]] = set()
     busy = schedule.with_rows([[c for c in row if c is not None] for row in schedule.rows])
     for row in busy.rows:

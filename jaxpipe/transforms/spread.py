@@ -19,10 +19,10 @@ from ..engine.costs import Costs
 from ..engine.simulate import shortest, simulate
 from ..errors import Count, PipelineError, ScheduleError, typed
 from ..table.clock import NEVER
-from ..table.kinds import Action, Kind, Value, readers
+from ..table.kinds import BESIDE, TRANSFERS, Action, Kind, Value, readers
 from ..table.schedule import Schedule, check, named
 from .insertion import Insertion
-from .rewrites import refuse_transfers, split_backward, without_kinds
+from .rewrites import refuse, split_backward, without_kinds
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are
 # split: a split costs code and a stash.
@@ -156,7 +156,7 @@ def defer_last(
     """
     plain = without_kinds(schedule, set(_LATE))
     check(plain)
-    refuse_transfers(plain, "defer what L does without them")
+    refuse(plain, TRANSFERS, BESIDE, how="defer what L does without them")
     if not plain.encoded.spreads_last:
         raise ScheduleError(
             "the table has no L, whose work could be deferred; jaxpipe.spread_last puts L into it"
@@ -243,7 +243,8 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
     """ScheduleError for a table that cannot have collective actions."""
     check(schedule)
     name = "`last`" if Kind.L in kinds else "`first`"
-    refuse_transfers(schedule, f"spread {name} without them, then put them in")
+    how = f"spread {name} without them, then put them in"
+    refuse(schedule, TRANSFERS, BESIDE, how=how)
     if schedule.num_stages < schedule.num_devices:
         raise ScheduleError(
             f"the table has fewer stages ({schedule.num_stages}) than devices "
