@@ -39,14 +39,14 @@ def read_prices() -> dict[str, dict[str, float | str]]:
         return {}
     except (OSError, ValueError) as error:
         raise CostError(f"{path} cannot be read as prices ({error}); {_AGAIN}") from error
-    wrong = [
-        f"{kind}: {name} is {quoted(each.get(name))}, not seconds"
-        for kind, each in (found.items() if isinstance(found, dict) else [])
-        for name in NAMES
-        if isinstance(each, dict) and name in each and not is_cost(each[name])
-    ]
-    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
-        wrong.append("it must hold one object for each kind of device")
+    wrong = ["it must hold one object for each kind of device"]
+    if isinstance(found, dict) and all(isinstance(each, dict) for each in found.values()):
+        wrong = [
+            f"{kind}: {name} is {quoted(each[name])}, not seconds"
+            for kind, each in found.items()
+            for name in NAMES
+            if name in each and not is_cost(each[name])
+        ]
     CostError.refuse(f"{path} does not hold prices; {_AGAIN}", wrong)
     return dict(found)
 

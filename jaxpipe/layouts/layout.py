@@ -116,16 +116,12 @@ class Layout:
         """One line per device and one column per chunk; equal devices that follow each other share
         a line.
         """
-        rows = [
-            tuple(_stage_text(stage) or "(empty)" for stage in self.stages[d :: self.num_devices])
-            for d in range(self.num_devices)
-        ]
+        texts = [_stage_text(stage) or "(empty)" for stage in self.stages]
         lines = [("", *(f"chunk {v}" for v in range(self.chunks)))]
-        first = 0
-        for row, count in _runs(rows):
-            last = first + count - 1
-            lines.append((f"device {first}" if count == 1 else f"device {first}-{last}", *row))
-            first = last + 1
+        devices = range(self.num_devices)
+        for row, group in groupby(devices, key=lambda d: texts[d :: self.num_devices]):
+            first, *others = group
+            lines.append((f"device {first}" + (f"-{others[-1]}" if others else ""), *row))
         return in_columns(lines)
 
     def __str__(self) -> str:
