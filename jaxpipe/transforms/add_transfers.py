@@ -285,23 +285,26 @@ def _with_recompute(
     pending = [deque(range(stop - len(each), stop)) for stop, each in stops]
     early: list[set[int]] = [set() for _ in added]
 
-    def of_same(kind: Kind, number: int) -> int:
-        return int(table.at[kind, table.stage[number], table.microbatch[number]])
+    users = np.flatnonzero(table.of_kinds(_USERS))
+    same = table.stage[users], table.microbatch[users]
+    numbers, forwards = (table.at[kind][same].tolist() for kind in (Kind.R, Kind.F))
+    own_of = dict(zip(users.tolist(), numbers, strict=True))
+    forward_of = dict(zip(numbers, forwards, strict=True))
+    last_half = table.last_half.tolist()
 
     def place(device: int) -> int:
         early[device].add(pending[device][0])
         return pending[device].popleft()
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
-        user, begin = int(table.last_half[number]), loop.begin(number)
-        own = of_same(Kind.R, user) if table.kind[user] in _USERS else -1
+        own, begin = own_of.get(last_half[number], -1), loop.begin(number)
         for d in devices:
             if pending[d] and pending[d][0] == own:
                 yield place(d)
             early[d].discard(own)
             while pending[d] and loop.free[d] < begin and len(early[d]) != lead:
                 first = pending[d][0]
-                kept = loop.ends[of_same(Kind.F, first)] <= loop.free[d]
+                kept = loop.ends[forward_of[first]] <= loop.free[d]
                 if loop.free[d] + loop.duration[first] > begin or not kept:
                     break
                 yield place(d)
@@ -330,20 +333,26 @@ def fewest_recomputed(
     ['0R3', '0R6']
     """
     table, found = schedule.encoded, list[Action]()
-    used, released = table.backward_at, table.maker(Value.WEIGHT_GRAD)
-    held: set[Action] = set()  # by the R that they would have; none is at the end of a row
-    for i in np.flatnonzero(table.of_kinds((Kind.F, Kind.B, Kind.I, Kind.W))).tolist():
-        action = table.action(i)
-        own = action._replace(kind=Kind.R)
+    # By the R that each microbatch of a stage would have: its backward, and what releases it.
+    used, released = (
+        {Action(s, Kind.R, m): int(number) for (s, m), number in np.ndenumerate(table.maker(value))}
+        for value in (Value.INPUT_GRAD, Value.WEIGHT_GRAD)
+    )
+    held: set[Action] = set()  # nothing is at the end of a row
+    mine = np.flatnonzero(table.of_kinds((Kind.F, Kind.B, Kind.I, Kind.W)))
+    columns = table.stage, table.kind, table.microbatch, table.last_half
+    every = zip(mine.tolist(), *(column[mine].tolist() for column in columns), strict=True)
+    for i, stage, kind, m, now in every:
+        own = Action(stage, Kind.R, m)
         # The backward of a recomputed one finds it not held.
-        if action.kind is not Kind.F or own not in again:
+        if kind != Kind.F or own not in again:
             held.add(own)
         while len(held) > max_activations:
-            later = [r for r in held if r.stage in stages and used[r[::2]] > table.last_half[i]]
+            later = [r for r in held if r.stage in stages and used[r] > now]
             if not later:
                 break
-            found.append(max(later, key=lambda r: int(used[r[::2]])))
+            found.append(max(later, key=used.__getitem__))
             held.remove(found[-1])
-        if released[own[::2]] == i:
+        if released[own] == i:
             held.remove(own)
     return frozenset(found)
