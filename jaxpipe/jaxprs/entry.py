@@ -327,7 +327,7 @@ class Slot(NamedTuple):
 
 
 class Alone(NamedTuple):
-    """One slot that is an array of its own."""
+    """An array of its own: one slot, or the stack that a scan makes."""
 
     pool: Array
 

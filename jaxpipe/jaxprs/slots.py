@@ -39,17 +39,17 @@ class InSlots(NamedTuple):
 
 
 class TripState(NamedTuple):
-    """The values that pass from trip to trip."""
+    """The values that pass from trip to trip, and at the end the stacks that `lax.scan` made."""
 
     carry: Arrays
     pools: Arrays
-    stacks: Arrays
+    stacks: Sequence[Array] = ()
 
 
 @dataclass(frozen=True)
 class Loop:
     """A scan as it is to be run: its body, what it carries, the pools that it writes, and for each
-    output after the carry its target; None: it is stacked.
+    output after the carry its target; None: `lax.scan` stacks it.
     """
 
     params: Mapping[str, Any]  # of the scan
@@ -64,17 +64,6 @@ class Loop:
     def form(self) -> tuple[int, int]:
         """The number of trips, and how many are unrolled; loops of equal form may be one loop."""
         return self.params["length"], self.params["unroll"]
-
-    def empty_stacks(self) -> Arrays:
-        """Arrays for its stacked outputs.  Every row is written before any is read: nothing fills
-        them.
-        """
-        outs = self.params["jaxpr"].jaxpr.outvars[len(self.carry) :]
-        return [
-            lax.empty((self.form[0], *out.aval.shape), out.aval.dtype)
-            for out, target in zip(outs, self.targets, strict=True)
-            if target is None
-        ]
 
     def compute(self, carry: Arrays, values: Arrays) -> tuple[Arrays, Arrays]:
         """The next carry and the other results of a trip, from the carry and the rows."""
@@ -100,13 +89,8 @@ class Loop:
 def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     """Loops of one length as one: in each trip all read, then compute, then store, one after the
     other.
-
-    The loops carry their stacks, which begin empty, so that they fit into CUDA graphs. Where the
-    partitioner splits values, scan stacks them itself, and XLA splits the stacks: of stages of 20
-    layers that are computed again, the step takes 2.2 GiB of temporary memory, and 5.0 otherwise.
     """
     (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
-    by_scan = is_split_further()
 
     def trip(states: list[TripState], rows: Arrays) -> tuple[list[TripState], list[Arrays]]:
         # A pool that one loop writes and another reads is carried by the one that writes it.
@@ -120,30 +104,19 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
             for loop, state, row in zip(loops, states, rows, strict=True)
         ]
         after: list[TripState] = []
-        ys: list[Arrays] = []
         for loop, before, row, (carry, results) in zip(loops, states, rows, found, strict=True):
             # An element of split values would have to be sent to the other devices.
-            if after and not by_scan:
+            if after and not is_split_further():
                 row = _row_after(row, [leaf for state in after for kept in state for leaf in kept])
-            pools, new = loop.store(before.pools, row, results), loop.stacked(results)
-            # With `by_scan` there are no stacks here.
-            stacks = [
-                lax.dynamic_update_index_in_dim(stack, as_dtype(value, stack.dtype), row, 0)
-                for stack, value in zip(before.stacks, new, strict=not by_scan)
-            ]
-            after.append(TripState(carry, pools, stacks))
-            ys.append(new if by_scan else [])
-        return after, ys
+            after.append(TripState(carry, loop.store(before.pools, row, results)))
+        stacks = zip(loops, found, strict=True)
+        return after, [loop.stacked(results) for loop, (_, results) in stacks]
 
     count = lax.iota(jnp.int32, length)
     flipped = [loop.params["reverse"] != reverse for loop in loops]
     rows = [jnp.flip(count) if flip else count for flip in flipped]
-    start = [
-        TripState(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
-    ]
+    start = [TripState(loop.carry, loop.pools) for loop in loops]
     end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=unroll)
-    if not by_scan:
-        return end
     return [
         state._replace(stacks=[jnp.flip(leaf, 0) for leaf in stacks] if flip else stacks)
         for state, stacks, flip in zip(end, ys, flipped, strict=True)
@@ -261,12 +234,16 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
             _, carries = scan_counts(eqn)
             loop = _loop_of(eqn, env, targets, current)
             state = yield loop
-            now.update(zip(loop.homes, state.pools, strict=True))
-            outs = eqn.outvars[carries:]
+            outs, stacks = eqn.outvars[carries:], iter(state.stacks)
             env.update(zip(eqn.outvars[:carries], state.carry, strict=True))
-            env.update(zip([v for v in outs if v not in targets], state.stacks, strict=True))
-            written.update(v for v in outs if v in targets)
-            late.note(eqn, [*state.carry, *state.stacks])
+            kept = dict(zip(loop.homes, state.pools, strict=True))
+            for v, target in zip(outs, loop.targets, strict=True):
+                if v in targets:
+                    now[id(targets[v].pool)] = kept[id(targets[v].pool)]
+                    written.add(v)
+                else:
+                    env[v] = next(stacks) if target is None else kept[id(target.pool)]
+            late.note(eqn, [*state.carry, *(env[v] for v in outs if v not in targets)])
         else:
             arrays = bind(eqn, [_load(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, arrays, strict=True))
@@ -369,9 +346,21 @@ def _loop_of(
     targets: Mapping[core.Var, Destination],
     current: Callable[[Destination], Destination],
 ) -> Loop:
-    """A scan that carries the pools that it writes; the pools that it reads are constants of it."""
-    scan = Scan.of(eqn)
-    found = [targets.get(v) for _, v in scan.ys]
+    """A scan that carries the pools that it writes; the pools that it reads are constants of it.
+
+    It also carries its stacks, which begin empty, so that it fits into CUDA graphs.  Where the
+    partitioner splits values, scan stacks them itself, and XLA splits the stacks: of stages of 20
+    layers that are computed again, the step takes 2.2 GiB of temporary memory, and 5.0 otherwise.
+    """
+    scan, by_scan = Scan.of(eqn), is_split_further()
+
+    def target(inner: Atom, out: core.Var) -> Destination | None:
+        if by_scan or out in targets:
+            return targets.get(out)
+        aval = shaped(inner)  # every row is written before any is read
+        return Alone(lax.empty((eqn.params["length"], *aval.shape), aval.dtype))
+
+    found = [target(*pair) for pair in scan.ys]
     pools = {id(t.pool): current(t).pool for t in found if t is not None}
     return Loop(
         eqn.params,
