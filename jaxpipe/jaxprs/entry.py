@@ -6,6 +6,7 @@ and accumulators.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -231,6 +232,22 @@ class Entry:
         return lax.with_sharding_constraint(value, spec) if self.pinned else value
 
 
+def on_parts(function: Callable[[Array], Array], value: Array, split: PartitionSpec) -> Array:
+    """What a function makes of each device's part of a value that the partitioner splits.
+
+    Left to itself the partitioner knows no way to split an all-gather, a reduce-scatter or a
+    constraint of a layout: it would bring together the whole value on every device first, which is
+    as many times the memory and the traffic as the tensor axis is long.
+    """
+    names = {*jax.tree.leaves(tuple(split))}
+    if not names:
+        return function(value)
+    mapped = jax.shard_map(
+        function, in_specs=split, out_specs=split, axis_names=names, check_vma=False
+    )
+    return mapped(value)
+
+
 def _padded(value: Array, before: tuple[int, ...], size: int, whole: int) -> Array:
     """[*before, size] in any shape, padded with zeros to [*before, whole]."""
     if size == whole:
@@ -438,18 +455,11 @@ class Total(NamedTuple):
         """The value, without the first dims of the accumulator, in that layout."""
         if self.split is None or value.ndim < 2:
             return value
-        spec = PartitionSpec(*self.split[missing:])
-        names = {*jax.tree.leaves(tuple(spec))}
 
         def in_order(part: Array) -> Array:
             return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
 
-        if not names:
-            return in_order(value)
-        # The partitioner would gather the value for the constraint.
-        return jax.shard_map(
-            in_order, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
-        )(value)
+        return on_parts(in_order, value, PartitionSpec(*self.split[missing:]))
 
     def scatter(self, indices: Array, updates: Array, *, eqn: core.JaxprEqn) -> Array:
         """The accumulator with the updates of a scatter-add into zeros added where they belong."""

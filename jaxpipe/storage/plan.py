@@ -5,7 +5,7 @@ over the pipe axis), how a step gathers it, and how its gradient is reduced.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,8 +15,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, PyTree
+from ..jaxprs.entry import on_parts
 from ..model.replaced import ADDED, Replacement
-from ..model.settings import SpecEntry, names_of, trimmed
+from ..model.settings import SpecEntry, trimmed
 from .table import BufferKey, Parameter
 
 # An accumulator, or those of the layers of a stack.
@@ -86,7 +87,7 @@ class LeafPlan:
                 part = lax.all_gather(part, name, axis=dim, tiled=True)
             return part
 
-        return self._on_parts(gathered, leaf)
+        return on_parts(gathered, leaf, PartitionSpec(*self.auto))
 
     def scatter(self, grad: Stored, reduced: Sequence[str]) -> Array:
         """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those
@@ -102,11 +103,11 @@ class LeafPlan:
             return whole
 
         def scattered(part: Array) -> Array:
-            for name in [n for n in reduced if n in held]:
-                part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
+            for name, dim in held.items():
+                part = lax.psum_scatter(part, name, scatter_dimension=dim, tiled=True)
             return part
 
-        return self._on_parts(scattered, whole)
+        return on_parts(scattered, whole, PartitionSpec(*self.auto))
 
     @property
     def of_layer(self) -> LeafPlan:
@@ -115,21 +116,6 @@ class LeafPlan:
             tuple((name, dim - 1) for name, dim in dims) for dims in (self.gathers, self.held)
         )
         return replace(self, auto=self.auto[1:], gathers=gathers, held=held)
-
-    def _on_parts(self, collective: Callable[[Array], Array], leaf: Array) -> Array:
-        """Run a collective on each device's part of a leaf that the partitioner splits too.
-
-        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it
-        would bring together the whole leaf on every device first, which is as many times the memory
-        and the traffic as the tensor axis is long.
-        """
-        names = {name for entry in self.auto for name in names_of(entry)}
-        if not names:
-            return collective(leaf)
-        spec = PartitionSpec(*self.auto)
-        return jax.shard_map(
-            collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
-        )(leaf)
 
     def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
         """Those of the axes over which the gradient is summed without being split."""
