@@ -132,12 +132,8 @@ class LeafPlan:
         parts, device = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
         if length * parts == size:
             return grad
-        # only the end of the array is written, in place
-        begin = length - min(length, length * parts - size)
-        end = lax.slice_in_dim(grad, begin, length, axis=dim)
-        place = device * length + begin + lax.broadcasted_iota(jnp.int32, end.shape, dim)
-        end = jnp.where(place < size, end, jnp.zeros_like(end))
-        return lax.dynamic_update_slice_in_dim(grad, end, begin, axis=dim)
+        place = device * length + lax.broadcasted_iota(jnp.int32, grad.shape, dim)
+        return jnp.where(place < size, grad, jnp.zeros_like(grad))
 
     def constrain(self, leaf: Array) -> Array:
         """Tell the partitioner how a buffer of the parameter's shape is split."""
