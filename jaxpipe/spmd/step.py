@@ -49,7 +49,6 @@ from ..storage.plan import (
     stored,
     trained,
     whole_shapes,
-    with_frozen,
 )
 from ..storage.room import RoomLeaves
 from ..storage.table import Home, stacks_of_layers
@@ -324,7 +323,9 @@ def finish(step: DeviceStep, state: State, params: Params) -> StepResults:
         parameters.
         """
         every, by_parts = leaf_plans(plans), setup.target.on_tpus
-        own, shapes = trained(every, every), trained(jax.tree.leaves(like), every)
+        own = trained(every, every)
+        kept = jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, like)
+        shapes, tree = jax.tree.flatten(kept)
         scattered = bool(step.rooms) and axes == setup.data_axes  # those of stages
         sums = reduce_gradients(values, own, axes, by_parts=by_parts, scattered=scattered)
 
@@ -338,9 +339,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> StepResults:
             total = total if scale is None else total * scale.astype(total.dtype)
             return plan.cleared(total, setup.axis)
 
-        return jax.tree.unflatten(
-            jax.tree.structure(like), with_frozen(list(map(one, sums, own, shapes)), every)
-        )
+        return jax.tree.unflatten(tree, map(one, sums, own, shapes))
 
     everyone, plans, stages = (setup.axis, *setup.data_axes), setup.plans, []
     for values, own, tree in zip(owned, plans["stages"], params["stages"], strict=True):

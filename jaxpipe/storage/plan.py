@@ -153,12 +153,6 @@ def trained[T](leaves: Sequence[T], plans: Sequence[LeafPlan]) -> list[T]:
     return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
 
 
-def with_frozen[T](values: Sequence[T], plans: Sequence[LeafPlan]) -> list[T | None]:
-    """A leaf for each parameter, None for those that are frozen."""
-    own = iter(values)
-    return [None if plan.frozen else next(own) for plan in plans]
-
-
 def gather(tree: PyTree, plans: PyTree) -> PyTree:
     """Whole parameters from their parts."""
     return jax.tree.map(lambda leaf, plan: plan.gather(leaf), tree, plans)
