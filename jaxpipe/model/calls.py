@@ -109,6 +109,10 @@ class Cuts:
         dims = by_path(self.dims[key], lambda node: node is None)
         return next((dim for prefix, dim in dims.items() if holds(prefix, name)), 0)
 
+    def padded(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        """The shape with the zeros that this dim needs to be cut."""
+        return tuple(n + -n % self.parts * (d == dim) for d, n in enumerate(shape))
+
     def faults(self, params: Params) -> list[str]:
         """Canonical parameters that cannot be cut."""
         found = []

@@ -24,14 +24,12 @@ class Padding(NamedTuple):
     @classmethod
     def of(cls, cuts: Cuts, params: Params) -> tuple[Padding, ...]:
         """Those of canonical parameters."""
-        found = []
-        for key in sorted(cuts.dims):
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params.get(key, {})):
-                dim = cuts.dim(key, path)
-                if dim is not None and (zeros := -leaf.shape[dim] % cuts.parts):
-                    shape = tuple(n + zeros * (d == dim) for d, n in enumerate(leaf.shape))
-                    name = "/".join(filter(None, [key, path_text(path)]))
-                    found.append(cls(name, dim, leaf.shape[dim], shape))
+        found, cut = [], {key: params[key] for key in cuts.dims if key in params}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cut):
+            dim = cuts.dim(path[0].key, path[1:])
+            shape = cuts.padded(leaf.shape, dim)
+            if dim is not None and shape != leaf.shape:
+                found.append(cls(path_text(path), dim, leaf.shape[dim], shape))
         return tuple(found)
 
     @property

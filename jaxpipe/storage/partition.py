@@ -21,16 +21,13 @@ from ..jaxprs.entry import Part
 from ..model.calls import Cuts
 from ..model.replaced import Replacements
 from ..model.settings import Patterns, Sharding, SpecEntry, holds, is_spec, names_of
-from .chunks import Chunks, ParamLayout, padding_of
+from .chunks import Chunks, ParamLayout, again_by, padding_of
 from .packed import Packed
 from .padding import Padding
 from .plan import LeafPlan, leaf_plans
 from .table import Buffer, BufferKey, Group, Parameter, Storing
 
 _UNFIT = "these parameters do not fit the pipeline"
-_BRING_OVER = (
-    "bring them over with the pipeline that placed them as `old`: new.place(old.canonical(...))"
-)
 
 
 def parts_of(spec: Iterable[SpecEntry] | None, mesh: Mesh) -> tuple[Part, ...]:
@@ -81,7 +78,7 @@ class Partition:
         """
         PipelineError.refuse(_UNFIT, self.cuts.faults(params))
         padding = {own.path: own for own in padding_of(params)}
-        found = {key: self._tree(key, tree, padding) for key, tree in params.items()}
+        found = {key: self._tree(padding, key, tree) for key, tree in params.items()}
         leaves = [*zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)]
         faults = [
             f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
@@ -161,19 +158,19 @@ class Partition:
                 f"{first.path}: {PartitionSpec(*spec)} splits dim {dim}, which is cut over the "
                 f"pipe axis {self.axis!r}; split another dim"
             )
-        wanted = tuple(n + -n % self.cuts.parts * (d == dim) for d, n in enumerate(first.shape))
+        wanted = self.cuts.padded(first.shape, dim)
         if not plan.stage and leaf.shape != wanted:
             yield (
                 f"{first.path} of {first.shape} is placed as {leaf.shape}, but this pipeline "
                 f"stores it as {wanted}: where a function is spread over the devices, zeros follow "
-                f"parameters that do not divide, and elsewhere none do; {_BRING_OVER}"
+                f"parameters that do not divide, and elsewhere none do; {again_by('place')}"
             )
         alike = self.kept(first, leaf.dtype)
         if any(self.kept(own, leaf.dtype) != (how or alike) for own, how in plan.parameters):
             paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in plan.parameters))
             yield (
                 f"one array stores {shorten(paths, 300)}, but frozen=, replaced=, specs= or the "
-                f"mesh axes of this pipeline keep it apart; {_BRING_OVER}"
+                f"mesh axes of this pipeline keep it apart; {again_by('place')}"
             )
 
     def _unused_specs(self, canonical: Params) -> list[str]:
@@ -190,27 +187,22 @@ class Partition:
             ]
         return faults
 
-    def _tree(self, key: str, tree: PyTree, padding: Mapping[str, Padding]) -> PyTree:
-        """The plans of a part of the model."""
-
-        def plans(tree: PyTree) -> PyTree:
-            of_leaf = partial(self._own_plan, key, padding)
-            return jax.tree_util.tree_map_with_path(of_leaf, tree)
-
+    def _tree(self, padding: Mapping[str, Padding], key: str, tree: PyTree) -> PyTree:
+        """The plans of a part of the model, or of a chunk of stages that are alike."""
         if not isinstance(tree, Chunks):
-            return plans(tree)
+            of_leaf = partial(self._own_plan, padding)
+            return jax.tree_util.tree_map_with_path(of_leaf, {key: tree})[key]
         return tree.like(
-            self._packed(chunk, v) if isinstance(chunk, Packed) else plans(chunk)
+            self._packed(chunk, v) if isinstance(chunk, Packed) else self._tree(padding, key, chunk)
             for v, chunk in enumerate(tree)
         )
 
-    def _own_plan(
-        self, key: str, padding: Mapping[str, Padding], path: LeafPath, leaf: Leaf
-    ) -> LeafPlan:
+    def _own_plan(self, padding: Mapping[str, Padding], path: LeafPath, leaf: Leaf) -> LeafPlan:
         """The plan of a leaf of first, last or shared, or of stages that are alike."""
-        name, stage = "/".join(filter(None, [key, path_text(path)])), key == "stages"
+        name, key = path_text(path), path[0].key
+        stage = key == "stages"
         shape = padding[name].own if name in padding else tuple(leaf.shape[int(stage) :])
-        own, dim = Parameter(name, shape), self.cuts.dim(key, path)
+        own, dim = Parameter(name, shape), self.cuts.dim(key, path[1:])
         cut = None if dim is None else (dim, shape[dim])
         return self._plan(leaf, self._spec(own)[0], [(own, None)], stage=stage, cut=cut)
 
@@ -269,20 +261,22 @@ class Partition:
         local = self._held(entries)
         by_dim = {dim for _, dim in local}
         held = (*local, *([] if cut is None else [(self.axis, cut[0])]))
+        auto = tuple(None if d in by_dim else entry for d, entry in enumerate(entries))
         rule = next(filter(None, (self.replaced.of(own.path) for own, _ in inside)), None)
         outer = [self.axis] if self.sharding.outer and not stage and cut is None else []
         wanted = [*outer, *([] if fsdp is None or fsdp in dict(local) else [fsdp])]
-        gathers: dict[int, str] = {}
+        whole = {d for d, entry in enumerate(auto) if not entry} - {d for _, d in held}
+        gathers = []
         for name in wanted if rule is None else ():  # a rule is for whole leaves
             size = self.mesh.shape[name]
-            used = {*gathers, *(d for _, d in held), *(d for d, e in enumerate(entries) if e)}
-            fits = [d for d, n in enumerate(shape) if d not in used and n and n % size == 0]
+            fits = [d for d in sorted(whole) if shape[d] and shape[d] % size == 0]
             if fits and size > 1:
-                gathers[max(fits, key=lambda d: shape[d])] = name
+                gathers.append((name, max(fits, key=lambda d: shape[d])))
+                whole.remove(gathers[-1][1])
         return LeafPlan(
             stage,
-            gathers=tuple((name, dim) for dim, name in gathers.items()),
-            auto=tuple(None if d in by_dim else entry for d, entry in enumerate(entries)),
+            gathers=tuple(gathers),
+            auto=auto,
             frozen=any(self._is_frozen(own, leaf.dtype) for own, _ in inside),
             replaced=rule,
             held=held,
