@@ -24,7 +24,7 @@ from jax._src import distributed
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import ArrayLike, NDArray
 
-from .arrays import PyTree, by_index
+from .arrays import PyTree, axis_faults
 from .errors import JaxpipeError, PipelineError
 from .fingerprint import by_text, check_same, client, fingerprint, named, texts_of
 from .model.batch import map_rows
@@ -143,12 +143,8 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     """
     count, whole = len(local_rows(pipe, rows)), pipe.model.whole
     with_rows = map_rows(lambda leaf: leaf, local, whole, lambda _: None)
-    faults = [
-        f"{name} has shape {np.shape(leaf)}; this process feeds {count} of the {rows} rows "
-        "(`local_rows`)"
-        for name, leaf in by_index(with_rows, "batch").items()
-        if np.shape(leaf)[:1] != (count,)
-    ]
+    length = f"{count}: this process feeds {count} of the {rows} rows (`local_rows`)"
+    faults = axis_faults(with_rows, "batch", count, length)
     PipelineError.refuse("the rows of this process do not fit", faults)
     to = _rows_sharding(pipe)
 

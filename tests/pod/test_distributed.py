@@ -104,7 +104,8 @@ def test_rows_that_do_not_fit_are_all_named():
     with pytest.raises(jp.PipelineError) as error:
         global_batch(pipe, {"x": np.zeros((8, 2)), "y": np.zeros(()), "z": np.zeros(16)}, rows=16)
     assert len(error.value.faults) == 2
-    assert "batch['x'] has shape (8, 2); this process feeds 16 of the 16 rows" in str(error.value)
+    fault = "batch['x'] has shape (8, 2); its leading axis must be 16: this process feeds 16 of "
+    assert f"{fault}the 16 rows" in str(error.value)
 
 
 def test_a_watchdog_lets_good_steps_and_a_lone_process_s_errors_through():
