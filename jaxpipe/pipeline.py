@@ -122,15 +122,17 @@ class Pipeline:
         schedule = with_rooms(schedule, None) if splits else remove_gathers(schedule)
         in_turn = splits and rooms_of(with_rooms(schedule, sharding.max_active)) is not None
         functions, layers = model.staged(schedule.placement, layout, in_turn=in_turn)
-        self.layout = ParamLayout.of(schedule.placement, functions.stages, layers, model.stages)
+        self.layout = ParamLayout.of(
+            schedule.placement, functions.stages, layers, model.stages, alike=in_turn
+        )
         stages = rematerialised(functions.stages, memory.remat)
         self.functions = replace(functions, stages=stages, slices=schedule.slices)
         spread = [key for key in ("first", "last") if functions.spreads(key)]
         schedule = with_shares(schedule, costs, spread)
         self.schedule = with_rooms(schedule, sharding.max_active) if splits else schedule
-        cuts, alike = Cuts(schedule.num_devices, functions.cuts), bool(rooms_of(self.schedule))
+        cuts = Cuts(schedule.num_devices, functions.cuts)
         self.partition = Partition(
-            self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced, alike
+            self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced
         )
         self._placer = Placer(self.partition)
         executor = SpmdExecutor() if executor is None else executor

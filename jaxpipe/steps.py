@@ -32,9 +32,8 @@ from .model.layers import with_outer
 from .model.model import Plain
 from .model.settings import Memory, as_automatic, has, in_context, on_mesh, own_context
 from .stage.setup import Clock, Setup
-from .storage.chunks import Chunks, param_faults, state_faults
+from .storage.chunks import Chunks, param_faults, room_faults, state_faults
 from .storage.partition import Partition
-from .storage.room import room_faults
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule, named
 from .transforms.add_gathers import add_gathers

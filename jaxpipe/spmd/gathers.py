@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import NOBODY, TickRecord
 from ..program.segments import Presence
+from ..storage.chunks import arrays_in
 from ..storage.plan import LeafPlan, Stored
 from ..table.effects import EFFECTS, Place
 from ..table.kinds import By, Kind
@@ -38,7 +39,7 @@ def empty_rooms(step: DeviceStep) -> State:
         found = jax.tree.map(lambda leaf: zeros(leaf.shape, leaf.dtype), shapes)
         state[Key(Place.PARAMETERS, room)] = found
     for v, chunk in enumerate(step.chunks if state and step.setup.training else ()):
-        state[Key(Place.REDUCED, v)] = step.totals(step.held[0].parts(chunk), step.plans[0])
+        state[Key(Place.REDUCED, v)] = step.totals(arrays_in(chunk, step.held[0]), step.plans[0])
     return state
 
 
@@ -116,8 +117,8 @@ def _gather(step: DeviceStep, room: int, chunks: Sequence[int], number: Scalar) 
 
     def run(state: State) -> State:
         with jax.named_scope("gather"):
-            key, parts = Key(Place.PARAMETERS, room), step.held[room].parts
-            found = one_of({chunk: parts(step.chunks[chunk]) for chunk in chunks}, number)
+            key, own = Key(Place.PARAMETERS, room), step.held[room]
+            found = one_of({v: arrays_in(step.chunks[v], own) for v in chunks}, number)
             pairs = zip(step.gathered(room, found), state[key][0], strict=True)
             whole = [old if new is None else new for new, old in pairs]
             return state | {key: _room(step, room, whole)}

@@ -40,7 +40,8 @@ from ..stage.code import StageCode, run
 from ..stage.codes import ModelCode
 from ..stage.counts import total_count
 from ..stage.setup import Inputs, Setup
-from ..storage.chunks import Chunks
+from ..storage.chunks import Chunks, arrays_in, room_arrays
+from ..storage.packed import ByName
 from ..storage.plan import (
     LeafPlan,
     Stored,
@@ -50,7 +51,6 @@ from ..storage.plan import (
     trained,
     whole_shapes,
 )
-from ..storage.room import RoomLeaves
 from ..storage.table import Home, stacks_of_layers
 from ..table.effects import OF_SLICES, TOGETHER, Place
 from ..table.kinds import By
@@ -99,8 +99,8 @@ class DeviceStep:
         self.held = self._by_turns(self.chunks)
         # A chunk that another device owns is like the last one.
         plans = [setup.plans["stages"][min(v, len(inputs.owned) - 1)] for v in every]
-        self.plans = [list(own.arrays.values()) for own in self._by_turns(plans)]
-        parts = [list(own.arrays.values()) for own in self.held]
+        self.plans = [list(own.values()) for own in self._by_turns(plans)]
+        parts = [list(own.values()) for own in self.held]
         self.whole = list(map(whole_shapes, parts, self.plans))
         self.kept = self._by_turns(inputs.kept) if inputs.kept else []
         self.operands: dict[tuple[By, int, int], Operand] = {}
@@ -124,9 +124,9 @@ class DeviceStep:
         if setup.training:
             self.seed = setup.seed(self._count(), inputs.scale)
 
-    def _by_turns(self, trees: Sequence[PyTree]) -> list[RoomLeaves]:
+    def _by_turns(self, trees: Sequence[PyTree]) -> list[ByName]:
         """By chunk or room, the arrays of those trees of chunks that it holds in turn."""
-        return [RoomLeaves.of([trees[v] for v in own]) for own in self.turns]
+        return [room_arrays([trees[v] for v in own]) for own in self.turns]
 
     @property
     def share_seed(self) -> Array:
@@ -160,9 +160,9 @@ class DeviceStep:
     def _operand(self, held: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
         layout, kept = self.setup.layout, self.inputs.kept
         code = self.code.kinds[self.code.kind_of[stage]]
-        places = code.places(layout.held(stage, self.chunks, self.held[held].names).places)
+        places = code.places(layout.held(stage, self.chunks, self.held[held]).places)
         own = Gradients.of(self.plans[held], places, splits=self.setup.target.on_tpus)
-        state = layout.held(stage, kept, self.kept[held].names).places if kept else ()
+        state = layout.held(stage, kept, self.kept[held]).places if kept else ()
         return Operand(code, [], [], {Place.STAGE_GRADIENTS: own, **shared}, state, places)
 
     def gathered(self, held: int, parts: Leaves) -> Leaves:
@@ -211,7 +211,7 @@ class DeviceStep:
             Key(Place.LOSSES): jnp.zeros(microbatches, wider(*losses) if losses else jnp.float32),
             Key(Place.AUX): [] if last is None else empty(last.avals[Place.AUX], microbatches),
         }
-        stages = {v: of.parts(kept[v]) for of, own in zip(self.kept, self.turns) for v in own}
+        stages = {v: arrays_in(kept[v], of) for of, own in zip(self.kept, self.turns) for v in own}
         for v in range(len(self.chunks)):
             state[Key(Place.STAGE_STATE, v)] = stages.get(v, [])
         for place, buffer in self.buffers.items():

@@ -19,7 +19,7 @@ from ..errors import PipelineError
 from ..model.calls import Function
 from ..model.layers import OUTER, LayerMap, owned_stages
 from ..table.placement import Placement
-from .packed import Packed, masked
+from .packed import ByName, Packed, masked
 from .padding import Padding
 from .table import ALONE, Places, Storing, TreeForm, chunk_layouts
 
@@ -90,9 +90,43 @@ def again_by(place: str) -> str:
     )
 
 
-def arrays_of(chunk: object) -> dict[str, jax.Array]:
+def arrays_of(chunk: object) -> ByName:
     """The arrays of a chunk by name, in the order of its leaves."""
     return chunk.leaves if isinstance(chunk, Packed) else by_path(chunk)
+
+
+def room_arrays(chunks: Sequence[PyTree]) -> ByName:
+    """The arrays of a room that holds the stages of these chunks, or trees of their plans, in turn:
+    all that any of them has.
+    """
+    own = list(map(arrays_of, chunks))
+    every = {name: array for arrays in own for name, array in arrays.items()}
+    # those of chunks with unlike arrays are in this order too
+    alike = all(len(arrays) == len(every) for arrays in own)
+    return every if alike else dict(sorted(every.items()))
+
+
+def arrays_in(chunk: PyTree, room: Iterable[str]) -> Leaves:
+    """A chunk's own arrays of a room; None for those that it does not have."""
+    return list(map(arrays_of(chunk).get, room))
+
+
+def room_faults(stages: tuple[PyTree, ...], what: str, place: str) -> list[str]:
+    """Why these values, which `place` placed, cannot be in rooms."""
+    known: dict[object, object] = {}
+    own: list[tuple[object, object]]
+    for chunk in stages:
+        arrays = arrays_of(chunk).items()
+        own = [(name, (leaf.shape, leaf.dtype)) for name, leaf in arrays]
+        for form in chunk.layout.forms if isinstance(chunk, Packed) else ():
+            stage = form.tree, *((row.path, row.entry.shape) for row in form.rows)
+            own.append((stage, form.rows))
+        if any(known.setdefault(key, value) != value for key, value in own):
+            return [
+                "the table gathers stages several times a step, so chunks must store them alike, "
+                f"and {what} are placed otherwise; {again_by(place)}"
+            ]
+    return []
 
 
 class StageLeaves(NamedTuple):
@@ -134,6 +168,8 @@ class ParamLayout:
     layers: LayerMap | None = None
     # the function says that its leaves are [S, layers, ...], as those of `jaxpipe.flax` are
     stacks: bool = field(default=False, compare=False)
+    # an unlike stage is stored alike in every chunk, so that one room takes them all
+    alike: bool = field(default=False, compare=False)
     # of what is cut over the pipe axis; of those that are placed, and not of a pipeline's own
     padding: tuple[Padding, ...] = ()
     # per device, the stages whose parameters it holds, in chunk order
@@ -149,6 +185,8 @@ class ParamLayout:
         stages: Sequence[Function],
         layers: LayerMap | None,
         given: object,
+        *,
+        alike: bool,
     ) -> ParamLayout:
         """The layout of stages with these functions, made of these layers; `given`: as the user
         gave them.
@@ -157,7 +195,7 @@ class ParamLayout:
             PipelineError: a stage is on two devices and cannot be.
         """
         unlike, stacks = not callable(given), getattr(given, "stacks_layers", False)
-        found = cls(placement, unlike=unlike, layers=layers, stacks=stacks)
+        found = cls(placement, unlike=unlike, layers=layers, stacks=stacks, alike=alike)
         if not found.replicas():
             return found
         if unlike and found.num_owned > 1:
@@ -208,11 +246,8 @@ class ParamLayout:
                 found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(
-        self, stages: PyTree, how: Storing | Chunks = ALONE, *, axis: int = 0
-    ) -> Chunks:
-        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
-        chunk are zero.  The stages are along `axis`.
+    def place_stages(self, stages: PyTree, how: Storing | Chunks = ALONE) -> Chunks:
+        """Leaves [S, ...] -> one tree a chunk with leaves [P, ...].
 
         Unlike stages are laid out as the rule says, or as these placed ones are.
         """
@@ -220,19 +255,20 @@ class ParamLayout:
             return self.place_trees(
                 stages if self.layers is None else self.layers.split(stages), how
             )
-
-        def placed(leaf: jax.Array, stage_of: tuple[int, ...]) -> jax.Array:
-            if stage_of == tuple(range(np.shape(leaf)[axis])):
-                # in order already: under jit, what draws the leaf is split as the leaf is
-                return leaf
-            own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=axis)
-            return masked(own, [s >= 0 for s in stage_of], axis)
-
-        chunks = (
-            jax.tree.map(partial(placed, stage_of=self.stage_at(v)), stages)
-            for v in range(self.num_owned)
-        )
+        own = range(self.num_owned)
+        chunks = (jax.tree.map(partial(self.in_chunk, v), stages) for v in own)
         return how.like(chunks) if isinstance(how, Chunks) else Chunks(chunks, self)
+
+    def in_chunk(self, chunk: int, leaf: jax.Array, *, axis: int = 0) -> jax.Array:
+        """A leaf [S, ...] -> the leaf [P, ...] of a chunk, with zeros for devices without it; the
+        stages are along `axis`.
+        """
+        stage_of = self.stage_at(chunk)
+        if stage_of == tuple(range(np.shape(leaf)[axis])):
+            # in order already: under jit, what draws the leaf is split as the leaf is
+            return leaf
+        own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=axis)
+        return masked(own, [s >= 0 for s in stage_of], axis)
 
     def place_trees(self, trees: Sequence[PyTree], how: Storing | Chunks = ALONE) -> Chunks:
         """A tree for each stage -> placed ones (see `place_stages`)."""
@@ -242,7 +278,7 @@ class ParamLayout:
         chunks = [[None if s < 0 else trees[s] for s in own] for own in numbers]
         if isinstance(how, Chunks):
             return how.like(Packed.of(c, own.layout) for c, own in zip(chunks, how, strict=True))
-        layouts = chunk_layouts(chunks, numbers, how, layered=self.is_layered)
+        layouts = chunk_layouts(chunks, numbers, how, layered=self.is_layered, alike=self.alike)
         return Chunks(map(Packed.of, chunks, layouts), self)
 
     def canonical_stages(self, placed: tuple[PyTree, ...], *, axis: int = 0) -> PyTree:
@@ -263,9 +299,7 @@ class ParamLayout:
             return placed[v].stage(device)
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def held(
-        self, stage: int, chunks: Sequence[PyTree], names: Sequence[str] | None = None
-    ) -> StageLeaves:
+    def held(self, stage: int, chunks: Sequence[PyTree], names: Iterable[str] = ()) -> StageLeaves:
         """A stage's leaves in trees like owned chunks, on one device (without the axis of
         devices); their places are among the arrays of these names, if not of the chunk's.
         """
@@ -273,7 +307,7 @@ class ParamLayout:
         chunk, arrays = chunks[v], arrays_of(chunks[v])
         packed = isinstance(chunk, Packed)
         form: TreeForm = chunk.layout.forms[device] if packed else TreeForm.of(chunk)
-        places = form.places(names or list(arrays), pinned=packed and chunk.layout.pinned)
+        places = form.places(names or arrays, pinned=packed and chunk.layout.pinned)
         return StageLeaves(form, places, [arrays[row.array] for row in form.rows])
 
     def faults(self, stages: PyTree) -> list[str]:

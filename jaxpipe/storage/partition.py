@@ -51,7 +51,6 @@ class Partition:
     cuts: Cuts  # parameters that are cut over the pipe axis, for functions that are spread
     frozen: Callable[[str, Leaf], bool] | None  # of a path, "stages/w", and a shape
     replaced: Replacements
-    alike: bool  # see `Storing`
 
     @property
     def axis(self) -> str:
@@ -232,11 +231,11 @@ class Partition:
             return BufferKey()
         return BufferKey(Group.FROZEN if frozen else Group.TRAINED, parts_of(spec, self.mesh))
 
-    def storing(self, kept: Callable[[Parameter, DTypeLike], BufferKey] | None = None) -> Storing:
-        """How parameters, or other leaves of this kind, are stored on this mesh."""
+    def storing(self, kept: Callable[[Parameter, DTypeLike], BufferKey]) -> Storing:
+        """How parameters, or what is like them, may be stored on this mesh."""
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
-        return Storing(kept or self.kept, multiple, bool(self.auto_axes), self.alike)
+        return Storing(kept, multiple, bool(self.auto_axes))
 
     @property
     def auto_axes(self) -> tuple[str, ...]:
@@ -260,8 +259,8 @@ class Partition:
         entries = (*spec, *(None,) * (len(shape) - len(spec)))
         local = self._held(entries)
         by_dim = {dim for _, dim in local}
-        held = (*local, *([] if cut is None else [(self.axis, cut[0])]))
         auto = tuple(None if d in by_dim else entry for d, entry in enumerate(entries))
+        held = (*local, *([] if cut is None else [(self.axis, cut[0])]))
         rule = next(filter(None, (self.replaced.of(own.path) for own, _ in inside)), None)
         outer = [self.axis] if self.sharding.outer and not stage and cut is None else []
         wanted = [*outer, *([] if fsdp is None or fsdp in dict(local) else [fsdp])]

@@ -14,17 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
-from ..arrays import ByPart, Leaf, Params, PyTree, shapes_of
+from ..arrays import ByPart, Leaf, Params, PyTree, shape_of, shapes_of
 from ..errors import PipelineError
 from ..model.settings import explicit_context, has, jit_on_mesh, own_context, with_sharding
-from .chunks import Chunks, ChunkState, owner_faults, padding_of
+from .chunks import Chunks, ChunkState, ParamLayout, owner_faults, padding_of
 from .follow import Follow, Followers, is_params, shardings
 from .packed import Packed, on_own_stages
 from .padding import Padding, by_parameter, padded_to
 from .partition import Partition
-from .table import ChunkLayout, Storing, is_missing
+from .table import ChunkLayout, is_missing, rows_of
 
 
 class Placer:
@@ -33,25 +32,22 @@ class Placer:
     def __init__(self, partition: Partition) -> None:
         self._partition, self._layout = partition, partition.layout
         self._mesh, self._axis = partition.mesh, partition.axis
+        self._lay_out = partial(_laid_out, partition)
         self._compiled: dict[object, Callable[..., Any]] = {}
 
     def place(self, params: Params) -> Params:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
 
         Raises:
-            PipelineError: dims that cannot be cut over the devices, or dtypes that the partition
-                refuses.
+            PipelineError: those of `Partition.plans`.
         """
         partition = self._partition
-        PipelineError.refuse(
-            "these parameters cannot be cut over the devices", partition.cuts.faults(params)
-        )
 
         def to(like: Params) -> ByPart:
             return partition.shardings(partition.plans(like, params))
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
-        return self._run(_laid_out, params, to, traced)
+        return self._run(self._lay_out, params, to, traced)
 
     def canonical(self, placed: Mapping[str, object], *, spread: bool) -> Params:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
@@ -91,12 +87,12 @@ class Placer:
             return shardings(self._mesh, {**_outer(follows), "stages": rules}, like)
 
         spread = None if follows is None else partial(to, follows)
-        return self._run(_in_model_order, tree, spread, follows, padding, merges)
+        return self._run(_in_model_order, tree, spread, self._layout, follows, padding, merges)
 
     def placed_like(self, tree: Params, like: Params, follows: ByPart) -> Params:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
         to = shardings(self._mesh, follows, like)
-        return self._run(_placed, tree, lambda _: to, like, follows)
+        return self._run(_placed, tree, lambda _: to, self._layout, like, follows)
 
     def shapes(self, placed: Params) -> tuple[Params, Params]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
@@ -133,18 +129,18 @@ class Placer:
             return jax.tree.map(of_node, state, is_leaf=is_params)
 
         # what is compiled for one optimizer is of no use to another
-        return Placer(self._partition)._run(lambda _, tree: begin(tree), trained, to)
+        return Placer(self._partition)._run(begin, trained, to)
 
     def place_state(self, state: PyTree) -> Chunks:
         """The stages' own state, canonical to placed; shapes to shapes."""
         PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
-        return self._run(_placed_state, state, self._by_device)
+        return self._run(self._layout.place_stages, state, self._by_device)
 
     def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> Chunks:
         """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
         shapes with shardings instead.
         """
-        like = self._run(_placed_trees, trees, self._by_device)
+        like = self._run(self._layout.place_trees, trees, self._by_device)
         if shapes:
             return like
         zeros: Chunks = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), like)
@@ -173,15 +169,15 @@ class Placer:
         """Rearrange a tree; with shapes in it the result is shapes with shardings.
 
         Args:
-            arrange: traced; of the partition, the static arguments and the tree.
+            arrange: traced; of the static arguments and the tree.
             tree: arrays on any devices, or shapes.
             to: shardings of the result, given its shapes; None for anywhere.
             static: trees of leaves that can be compared, as part of the function.
         """
         # Compiled functions do not hold the placer: a dropped one is freed at once.
-        function = partial(arrange, self._partition, *static)
+        function = partial(arrange, *static)
         with own_context(self._mesh):
-            like: T = jax.eval_shape(function, jax.tree.map(_shape, tree))
+            like: T = jax.eval_shape(function, jax.tree.map(shape_of, tree))
         shardings = None if to is None else to(like)
         if has(tree, jax.ShapeDtypeStruct):
             if shardings is not None:
@@ -220,36 +216,33 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> Params:
     mesh, axis, padding = partition.mesh, partition.axis, Padding.of(partition.cuts, tree)
     layout = replace(partition.layout, padding=padding)
 
-    def constrained(leaf: jax.Array, *spec: object) -> jax.Array:
-        to = NamedSharding(mesh, PartitionSpec(*spec))
-        own: jax.Array = lax.with_sharding_constraint(leaf, to)
-        return own
-
     def split(leaf: jax.Array) -> jax.Array:
         """Split over the longest dim that divides, other than the first (of stages or layers)."""
         size = mesh.shape[axis]
         fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]
         if not fits:
             return leaf
-        rest = _free(leaf.ndim - 1)
-        rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = axis
-        return constrained(leaf, None, *rest)
+        spec = [None, *_free(leaf.ndim - 1)]
+        spec[max(fits, key=lambda dim: leaf.shape[dim])] = axis
+        found: jax.Array = lax.with_sharding_constraint(leaf, PartitionSpec(*spec))
+        return found
 
     stages, in_order = tree["stages"], (*range(layout.placement.num_stages),)
     moves = layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned))
     if traced and moves:
         stages = jax.tree.map(split, stages)
-    placed = layout.place_stages(stages, partition.storing())
+    placed = layout.place_stages(stages, partition.storing(partition.kept))
     if traced and layout.unlike:
         layouts = [chunk.layout for chunk in placed]
         apart = placed.like(Packed({}, each.separate) for each in layouts)
 
         def packed(alone: Packed, to: ChunkLayout) -> Packed:
-            pairs = zip(alone.layout.forms, to.forms, strict=True)
-            rows = [pair for one, other in pairs for pair in zip(one.rows, other.rows, strict=True)]
+            rows = zip(rows_of(alone.layout.forms), rows_of(to.forms), strict=True)
             specs = {one.name: other.entry.spec for one, other in rows if other.buffer}
             arrays = {
-                name: constrained(leaf, axis, *specs.get(name, _free(leaf.ndim - 1)))
+                name: lax.with_sharding_constraint(
+                    leaf, PartitionSpec(axis, *specs.get(name, _free(leaf.ndim - 1)))
+                )
                 for name, leaf in alone.leaves.items()
             }
             alone = replace(alone, leaves=arrays)
@@ -259,17 +252,9 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> Params:
     return {**by_parameter(Padding.pad, _outer(tree), padding), "stages": placed}
 
 
-def _placed_state(partition: Partition, state: PyTree) -> Chunks:
-    return partition.layout.place_stages(state, Storing(alike=partition.alike))
-
-
-def _placed_trees(partition: Partition, trees: Sequence[PyTree]) -> Chunks:
-    return partition.layout.place_trees(trees, Storing(alike=partition.alike))
-
-
-def _placed(partition: Partition, like: Params, follows: ByPart, tree: Params) -> Params:
+def _placed(layout: ParamLayout, like: Params, follows: ByPart, tree: Params) -> Params:
     """A tree in model order, or with axes of stages and layers as one, laid out like another."""
-    layout, stages = partition.layout, like["stages"]
+    stages = like["stages"]
     found = {
         key: jax.tree.map(lambda a, leaf: padded_to(leaf, a.shape), value, tree.get(key, value))
         for key, value in _outer(like).items()
@@ -279,31 +264,32 @@ def _placed(partition: Partition, like: Params, follows: ByPart, tree: Params) -
     if layout.unlike:
         return {**found, "stages": layout.place_stages(tree["stages"], stages)}
 
-    def placed(rule: Follow, like: Leaf, leaf: jax.Array) -> PyTree:
-        """A leaf in model order -> that of each chunk."""
+    def placed(chunk: int, rule: Follow, like: Leaf, leaf: jax.Array) -> jax.Array:
+        """A leaf in model order -> that of a chunk."""
         if not rule.follows:
-            return stages.like([leaf] * len(stages))
+            return leaf
         lead, own = like.shape[: rule.lead], like.shape[rule.lead + 1 :]
         whole = leaf.reshape(*lead, layout.placement.num_stages, *own)
-        return layout.place_stages(whole, stages, axis=rule.lead)
+        return layout.in_chunk(chunk, whole, axis=rule.lead)
 
-    by_leaf = jax.tree.map(placed, follows["stages"][0], stages[0], tree["stages"])
-    own, chunks = map(jax.tree.structure, (stages[0], stages.like(range(len(stages)))))
-    return {**found, "stages": jax.tree.transpose(own, chunks, by_leaf)}
+    chunks = (
+        jax.tree.map(partial(placed, v), rules, like, tree["stages"])
+        for v, (rules, like) in enumerate(zip(follows["stages"], stages, strict=True))
+    )
+    return {**found, "stages": stages.like(chunks)}
 
 
 # Placed to canonical
 
 
 def _in_model_order(
-    partition: Partition,
+    layout: ParamLayout,
     follows: ByPart | None,
     padding: tuple[Padding, ...],
     merges: bool,
     tree: Params,
 ) -> Params:
-    layout, stages = partition.layout, tree["stages"]
-    outer = by_parameter(Padding.cut_off, _outer(tree), padding)
+    stages, outer = tree["stages"], by_parameter(Padding.cut_off, _outer(tree), padding)
     if not stages:
         return {**outer, "stages": {}}
     if follows is None or layout.unlike:
@@ -322,11 +308,6 @@ def _in_model_order(
 def _outer(tree: Params) -> Params:
     """The parts of the model without the stages."""
     return {key: value for key, value in tree.items() if key != "stages"}
-
-
-def _shape(leaf: ArrayLike) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _free(count: int) -> list[object]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import batched, chain
+from itertools import batched, chain, islice
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -108,7 +108,6 @@ class Storing(NamedTuple):
     kept: Callable[[Parameter, DTypeLike], BufferKey] = lambda _parameter, _dtype: BufferKey()
     multiple: int = 1  # of which a buffer's size is, as an axis splits it
     pinned: bool = False  # there are axes that the partitioner may split over
-    alike: bool = False  # a stage is stored alike in every chunk, so that one room takes them all
 
 
 ALONE = Storing()
@@ -144,7 +143,7 @@ class TreeForm:
         rows = (LeafRow(path, path, Entry(tuple(np.shape(leaf)))) for path, leaf in leaves.items())
         return cls(jax.tree.structure(params), tuple(rows))
 
-    def places(self, arrays: Sequence[str], *, pinned: bool = False) -> Places:
+    def places(self, arrays: Iterable[str], *, pinned: bool = False) -> Places:
         """The place of each leaf among the arrays of these names.  `pinned`: in a program that
         tells the partitioner how it splits them.
         """
@@ -170,6 +169,11 @@ class TreeForm:
                 path = "/".join(filter(None, ["stages", number, row.path]))
             found.append(Parameter(path, row.entry.shape[int(layered) :]))
         return found
+
+
+def rows_of(forms: Iterable[TreeForm]) -> list[LeafRow]:
+    """The rows of all forms."""
+    return [row for form in forms for row in form.rows]
 
 
 class Buffer(NamedTuple):
@@ -204,7 +208,7 @@ class ChunkLayout:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The arrays."""
-        return tuple(sorted({row.array for form in self.forms for row in form.rows}))
+        return tuple(sorted({row.array for row in rows_of(self.forms)}))
 
     def of(self, name: str) -> Buffer | None:
         """The buffer of this name; None for the array of one leaf."""
@@ -215,9 +219,9 @@ class ChunkLayout:
         """An array for each leaf; leaves of one name but of unlike shapes get names of their
         own.
         """
-        kinds = [[row.entry.shape for row in form.rows] for form in self.forms]
-        forms = _named([_in_buffers(form, {}) for form in self.forms], kinds)
-        return replace(self, forms=forms, buffers=())
+        shapes = [row.entry.shape for row in rows_of(self.forms)]
+        forms = _named([_in_buffers(form, {}) for form in self.forms], shapes)
+        return replace(self, forms=tuple(forms), buffers=())
 
     def parameters(
         self, numbers: Sequence[int], *, layered: bool
@@ -263,60 +267,52 @@ def chunk_layouts(
     how: Storing,
     *,
     layered: bool = False,
+    alike: bool = False,
 ) -> list[ChunkLayout]:
     """The layout of each chunk: its stages by device (arrays or shapes), and their numbers in the
-    model.
+    model.  `alike`: see `ParamLayout`.
 
     Leaves of one group and dtype that are split over the same axes may be in one buffer.  Where
     stages give one path leaves that may not be together, as one of them is frozen or of another
     dtype, these have names of their own.
     """
-    if not how.alike and len(chunks) > 1:
+    if not alike and len(chunks) > 1:
         pairs = zip(chunks, numbers, strict=True)
         return [chunk_layouts([c], [n], how, layered=layered)[0] for c, n in pairs]
-    forms, kinds = [], []
+    forms, dtypes = [], list[np.dtype]()
     for stage, number in zip(chain(*chunks), chain(*numbers), strict=True):
-        form, dtypes = TreeForm.of(stage), [jax.typeof(a).dtype for a in jax.tree.leaves(stage)]
-        kept = list(map(how.kept, form.parameters(number, layered=layered), dtypes))
+        form, own = TreeForm.of(stage), [jax.typeof(leaf).dtype for leaf in jax.tree.leaves(stage)]
+        kept = map(how.kept, form.parameters(number, layered=layered), own)
         rows = (
-            row._replace(entry=replace(row.entry, parts=own.parts), kept=own)
-            for row, own in zip(form.rows, kept, strict=True)
+            row._replace(entry=replace(row.entry, parts=key.parts), kept=key)
+            for row, key in zip(form.rows, kept, strict=True)
         )
         forms.append(replace(form, rows=tuple(rows)))
-        kinds.append(list(zip(kept, dtypes, strict=True)))
+        dtypes += own
+    kinds = zip((row.kept for row in rows_of(forms)), dtypes, strict=True)
     named = _named(forms, kinds)
-    found = {
-        row.name: dtype
-        for form, own in zip(named, kinds, strict=True)
-        for row, (_, dtype) in zip(form.rows, own, strict=True)
-    }
-    buffers = dict(_buffers(named, found, how.multiple))
+    of_name = dict(zip((row.name for row in rows_of(named)), dtypes, strict=True))
+    buffers = dict(_buffers(named, of_name, how.multiple))
     forms = [_in_buffers(form, buffers) for form in named]
     every = tuple(dict.fromkeys(buffers.values()))
     return [ChunkLayout(own, every, how.pinned) for own in batched(forms, len(chunks[0]))]
 
 
-def _named(forms: Sequence[TreeForm], kinds: Sequence[Sequence[object]]) -> tuple[TreeForm, ...]:
+def _named(forms: Sequence[TreeForm], kinds: Iterable[object]) -> list[TreeForm]:
     """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are
-    those of each form's leaves.
+    those of all rows.
     """
-    known: dict[str, list[object]] = {}
-    for form, own in zip(forms, kinds, strict=True):
-        for row, kind in zip(form.rows, own, strict=True):
-            if kind not in known.setdefault(row.name, []):
-                known[row.name].append(kind)
+    known: dict[str, dict[object, int]] = {row.name: {} for row in rows_of(forms)}
     mark = " "
     while any(f"{mark}(" in name for name in known):
         mark += " "
 
     def renamed(row: LeafRow, kind: object) -> LeafRow:
-        at = known[row.name].index(kind)
-        return row._replace(name=f"{row.name}{mark}({at + 1})") if at else row
+        number = known[row.name].setdefault(kind, len(known[row.name]))
+        return row._replace(name=f"{row.name}{mark}({number + 1})") if number else row
 
-    return tuple(
-        replace(form, rows=tuple(map(renamed, form.rows, own)))
-        for form, own in zip(forms, kinds, strict=True)
-    )
+    rows = map(renamed, rows_of(forms), kinds)
+    return [replace(form, rows=tuple(islice(rows, len(form.rows)))) for form in forms]
 
 
 def _in_buffers(form: TreeForm, buffers: Mapping[str, Buffer]) -> TreeForm:
