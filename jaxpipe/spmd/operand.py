@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Flag, Leaves
 from ..jaxprs.entry import Destination, Piece, StackRow, Total
-from ..model.replaced import Replacement
 from ..stage.code import StageCode, run
 from ..storage.plan import LeafPlan
 from ..storage.table import Home, Places
@@ -32,13 +31,13 @@ class Gradients:
 
     Attributes:
         places: where they are among the leaves of their place in the state.
-        rules: of leaves that are replaced.
-        splits: see `Total`.
+        plans: of these parameters.
+        splits: whether they have the layout of the step's results (see `Total`).
     """
 
     places: Places
-    rules: tuple[Replacement | None, ...]
-    splits: tuple[PartitionSpec | None, ...]
+    plans: tuple[LeafPlan, ...]
+    splits: bool
 
     @classmethod
     def of(
@@ -46,38 +45,33 @@ class Gradients:
     ) -> Gradients:
         """Those of the leaves at these places that are trained."""
         own = tuple(place for place in places if not plans[place.at].frozen)
-        return cls(
-            own,
-            tuple(plans[place.at].replaced for place in own),
-            tuple(PartitionSpec(*plans[p.at].auto) if splits else None for p in own),
-        )
+        return cls(own, tuple(plans[place.at] for place in own), splits)
 
     def targets(self, held: Leaves) -> list[Destination | None]:
         """The accumulators; None for leaves that are replaced, whose values are not always
         added.
         """
 
-        def target(
-            place: Home, rule: Replacement | None, split: PartitionSpec | None
-        ) -> Destination | None:
-            if rule is not None:
+        def target(place: Home, plan: LeafPlan) -> Destination | None:
+            if plan.replaced is not None:
                 return None
             kept = _in_place(place, held[place.at])
-            if isinstance(held[place.at], tuple):
-                return Total(kept, split and PartitionSpec(*split[1:]))
-            return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
+            if isinstance(kept, Piece | StackRow):
+                return kept
+            own = plan.of_layer if isinstance(held[place.at], tuple) else plan
+            return Total(kept, PartitionSpec(*own.auto) if self.splits else None)
 
-        return list(map(target, self.places, self.rules, self.splits))
+        return list(map(target, self.places, self.plans))
 
     def after(self, held: Leaves, totals: Leaves, *, is_last: Flag) -> Leaves:
         """The leaves with these accumulators in their places; of leaves that are replaced, these
         are the values of a microbatch, `is_last` of the last one.
         """
         after = list(held)
-        for place, total, rule in zip(self.places, totals, self.rules, strict=True):
+        for place, total, plan in zip(self.places, totals, self.plans, strict=True):
             old = after[place.at]
-            if rule is not None:
-                total = place.put(old, rule.add(place.take(old), total, is_last))
+            if plan.replaced is not None:
+                total = place.put(old, plan.rule.add(place.take(old), total, is_last))
             elif isinstance(old, tuple):
                 total = tuple((dict(enumerate(old)) | {place.row: total}).values())
             after[place.at] = total
