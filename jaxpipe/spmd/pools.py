@@ -345,11 +345,9 @@ class Packing:
         """The leaves."""
         found: dict[int, Array] = {}
         for leaves, array in zip(self.groups.values(), packed, strict=True):
-            at = 0
-            for i, entry in leaves:
-                end, axis = at + entry.units, len(entry.counts)
-                found[i] = entry.unravel(lax.slice_in_dim(array, at, end, axis=axis))
-                at = end
+            numbers, entries = zip(*leaves, strict=True)
+            sizes, axis = [entry.units for entry in entries], len(entries[0].counts)
+            found |= zip(numbers, map(Entry.unravel, entries, lax.split(array, sizes, axis)))
         return [found[i] for i in range(len(found))]
 
 
