@@ -178,6 +178,9 @@ def pairs_by[K: tuple[object, ...]](
 ) -> list[tuple[K, tuple[tuple[int, int], ...]]]:
     """The pairs of permutes that serve edges (key, source, target), by key: those of a permute have
     one direction, distinct sources and distinct targets.  An edge is in the first that it fits.
+
+    >>> pairs_by([((0,), 0, 1), ((0,), 1, 0), ((0,), 0, 2)])
+    [((0,), ((0, 1),)), ((0,), ((0, 2),)), ((0,), ((1, 0),))]
     """
     groups: dict[tuple[K, bool], list[dict[int, int]]] = {}
     for key, source, target in edges:

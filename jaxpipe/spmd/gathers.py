@@ -77,11 +77,9 @@ class TickWork(NamedTuple):
     def run(self, state: State) -> State:
         """The state after it."""
         presence = Presence.among(self.where)
-        if presence is Presence.NEVER:
-            return state
-        always = presence is Presence.ALWAYS and not self.looped
-        presence = Presence.ALWAYS if always else Presence.SOMETIMES
-        ordered = self.ordered or not always
+        if self.looped and presence is Presence.ALWAYS:
+            presence = Presence.SOMETIMES
+        ordered = self.ordered or presence is not Presence.ALWAYS
         return run_where(presence, self.flag, self.block, state, ordered=ordered)
 
 

@@ -88,10 +88,11 @@ class SegmentCode:
             lines = jnp.concatenate([before, lines], axis=1)
         once = len(lines) == 1
         state, _ = trip(state, lines[0]) if once else lax.scan(trip, state, lines)
-        for transit in segment.in_flight:  # after the last trip
-            last = self._record(lines[-1, -1].astype(jnp.int32))
-            new, state = self._issue(transit, state, late=False)
-            state = self._arrive(transit, last, new, state, keep=True)
+        if flies:  # after the last trip
+            last, brought = self._record(lines[-1, -1].astype(jnp.int32)), _Brought()
+            state = self._exchange(Point(0, 0), {-1: last}, state, brought, late=False)
+            for transit, new in brought.items():
+                state = self._arrive(transit, last, new, state, keep=True)
         return state
 
     def _loops(self, loops: Sequence[TickLoop], start: int, lines: Array, state: State) -> State:
@@ -173,44 +174,44 @@ class SegmentCode:
             apart = place in paired
             yield place, by_kinds([place], ~(ahead & apart), apart)
 
-    def _exchange(self, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
-        """Issue the transfers that are due at a point of the trip, and write the arrivals that are.
-
-        A transfer with slack is written to its slot some ticks later, so that nothing before
-        depends on it.  Readers of the pool must end before that write (see `run_where`), or XLA
-        writes to a copy.
-        """
-        for transit in self.segment.transits:
-            point = transit.issued
-            if self.step.blocking and point.block:
-                # It would delay the blocks of its tick, so it follows them.
-                point = self.segment.end(point.tick)
-            if point == at and (-1 in rows or not transit.from_before):
-                brought[transit], state = self._issue(transit, state)
-        for transit in [t for t in brought if t.written == at]:
-            row = rows[-1 if transit.from_before else transit.tick]
-            takes = self._program.ticks.arrivals[transit.lane].takes
-            every = bool(takes[self.segment.sharing(transit.tick)].all())
-            keep, new = transit.from_before or not every, brought.pop(transit)
-            state = self._arrive(transit, row, new, state, keep=keep)
-        return state
-
-    def _issue(self, transit: Transit, state: State, *, late: bool = True) -> tuple[Leaves, State]:
-        """Permute: the values that come to this device, zeros where nothing is sent to it; and the
-        state.  `late`: they are awaited in a later tick, if they have slack.
+    def _exchange(
+        self, at: Point, rows: _Rows, state: State, brought: _Brought, *, late: bool = True
+    ) -> State:
+        """Permute what is due at a point of the trip, and write the arrivals that are: the values
+        that a permute brings to this device (zeros where nothing is sent to it) are in `brought`
+        until then.  `late`: those with slack are awaited in a later tick.
 
         On CPU devices (`blocking`) a permute holds one of the process's few threads until all
         partners have arrived.  It therefore starts after earlier work of the tick, and later work
         starts after it.  Otherwise two permutes in flight could keep a block from starting for
         which a partner waits, and all devices would hang.  On GPUs the permute runs during the
         blocks.
+
+        A transfer with slack is written to its slot some ticks later, so that nothing before
+        depends on it.  Readers of the pool must end before that write (see `run_where`), or XLA
+        writes to a copy.
         """
-        permute, blocking = transit.permute, self.step.blocking
-        with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
-            sent = state[Key(SENT_TO[POOL_OF[permute.payload]])]
-            sent = held_back(sent, state) if blocking else sent
-            new = [lax.ppermute(leaf, self.step.setup.axis, permute.pairs) for leaf in sent]
-            return new, settled(new, state) if blocking else state
+        blocking, axis = self.step.blocking, self.step.setup.axis
+        for transit in self.segment.transits:
+            point, permute = transit.issued, transit.permute
+            if blocking and point.block:
+                # It would delay the blocks of its tick, so it follows them.
+                point = self.segment.end(point.tick)
+            if point != at or _row_of(transit) not in rows:
+                continue
+            with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
+                sent = state[Key(SENT_TO[POOL_OF[permute.payload]])]
+                sent = held_back(sent, state) if blocking else sent
+                new = [lax.ppermute(leaf, axis, permute.pairs) for leaf in sent]
+                brought[transit] = new
+                state = settled(new, state) if blocking else state
+        for transit in [t for t in brought if t.written == at]:
+            takes = self._program.ticks.arrivals[transit.lane].takes
+            every = bool(takes[self.segment.sharing(transit.tick)].all())
+            keep = transit.from_before or not every
+            row, new = rows[_row_of(transit)], brought.pop(transit)
+            state = self._arrive(transit, row, new, state, keep=keep)
+        return state
 
     def _arrive(
         self, transit: Transit, row: TickRecord[Scalar], new: Leaves, state: State, *, keep: bool
@@ -293,7 +294,7 @@ class SegmentCode:
         # is in a loop, whose body begins when all of its inputs are computed.
         ordered = not first.is_collective
         rest = TickWork(run.where, flag, block, ordered, looped=is_timed).apart_from(works)
-        state = rest.run(state)
+        state = rest.run(state) if rest.where.any() else state
         waits = step.blocking and first.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
@@ -329,6 +330,11 @@ class SegmentCode:
         ticks, block = self._program.ticks, use.block
         stages = 0 if block.is_share else ticks.of(block.kind).stage
         return np.where(self._program.asks(ticks, block), stages, NOBODY)
+
+
+def _row_of(transit: Transit) -> int:
+    """The number of the records of a transfer, as `_Rows` has it."""
+    return -1 if transit.from_before else transit.tick
 
 
 def clocked(block: BlockCode, what: tuple[Scalar, ...], setup: Setup) -> BlockCode:
