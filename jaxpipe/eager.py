@@ -348,7 +348,7 @@ def _finished(shards: list[_Shard]) -> StepResults:
                 return None
             if rule := plan.replaced:
                 return rule.next_value(total, setup.num_microbatches, data=data).astype(param.dtype)
-            return lax.psum(total, data) * (1.0 if scale is None else scale)
+            return plan.cleared(lax.psum(total, data) * (1.0 if scale is None else scale))
 
         return results, state, jax.tree.map(finished, setup.plans, shards[0].placed, grads)
 
@@ -357,6 +357,4 @@ def _finished(shards: list[_Shard]) -> StepResults:
     if setup.outputs:
         results = in_rows(every[0])
     results["state"] = setup.layout.place_trees(state) if setup.functions.has_state else ()
-    if not setup.training:
-        return results, {}
-    return results, jax.tree.map(lambda plan, grad: plan.cleared(grad), setup.plans, grads)
+    return results, grads if setup.training else {}
