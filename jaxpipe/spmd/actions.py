@@ -299,10 +299,9 @@ class DeviceAction:
         name = place if effect.access is Access.READ else effect.result
         outer = self.step.code.outer_pools
         avals = outer[place] if place in outer else self._operand(effect.by).code.avals[name]
-        pool = state[self._key(place)]
-        if self.slots and place in TOGETHER:
-            return buffer.alone(pool, avals)
-        return buffer.at(pool, getattr(self.row, effect.field), avals)
+        is_alone = self.slots and place in TOGETHER
+        slot = None if is_alone else getattr(self.row, effect.field)
+        return buffer.at(state[self._key(place)], slot, avals)
 
     def _targets(self, by: By, state: State) -> dict[int, Destination]:
         """The slots and accumulators that code itself writes, by number of result.  A scan over

@@ -173,14 +173,12 @@ class SharedBuffer:
         """The places of a kind's leaves."""
         return self.places[_typed(avals)]
 
-    def at(self, pool: Sequence[Array], slot: Scalar, avals: Avals) -> InPool:
-        """A kind's values in one slot of a pool of buffers."""
-        places = self.of_kind(avals)
-        return InPool(pool, [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in places])
-
-    def alone(self, slot: Sequence[Array], avals: Avals) -> InPool:
-        """A kind's values in a slot whose leaves are arrays of their own."""
-        return InPool(slot, [(p, Alone(slot[p.at])) for p in self.of_kind(avals)])
+    def at(self, pool: Sequence[Array], slot: Scalar | None, avals: Avals) -> InPool:
+        """A kind's values in one slot of a pool of buffers; None: whose leaves are arrays of their
+        own.
+        """
+        slots = [Alone(leaf) for leaf in pool] if slot is None else self.whole(pool, slot)
+        return InPool(pool, [(place, slots[place.at]) for place in self.of_kind(avals)])
 
     def put(self, leaves: Sequence[Array], avals: Avals, values: Iterable[Array]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
