@@ -84,7 +84,7 @@ from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import nbytes, variables
-from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
+from ..lowering.plan import Plan, plan_of
 from ..lowering.target import ASSUMED, Overheads, Target
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
@@ -120,12 +120,8 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> d
         "1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches
     )
     plain = plan_of(one_f_one_b, costs=whole, overheads=overheads)
-
-    def makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
-        return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
-
-    mine, other = makespan(plan, overheads, seconds), makespan(plain, overheads, whole)
-    unpredicated = makespan(plan, replace(overheads, predicate=0.0), seconds)
+    mine, other = plan.makespan_of(seconds, overheads), plain.makespan_of(whole, overheads)
+    unpredicated = plan.makespan_of(seconds, replace(overheads, predicate=0.0))
     return {
         "seconds": mine,
         "predicate_seconds": mine - unpredicated,
@@ -141,7 +137,7 @@ def merged(schedule: Schedule, costs: Costs) -> Costs:
     seconds: dict[str, Any] = {
         name: float(np.mean(getattr(stages, name))) * share for name in names
     }
-    return Costs(**seconds, unit=costs.unit)
+    return Costs(**seconds, transfer=float(np.max(costs.transfer)), unit=costs.unit)
 
 
 @outside_contexts

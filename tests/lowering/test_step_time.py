@@ -63,6 +63,16 @@ def test_zbv_loses_to_1f1b_where_stages_are_short():
     assert not graphs["loses_to_1f1b"]
 
 
+def test_the_transfers_of_the_costs_take_the_place_of_hops():
+    """Of 1F1B too, with which a step is compared."""
+    table = jp.schedules.build("zbv", devices=4, microbatches=8)
+    costs, overheads = seconds(1e-3, 2), Overheads(hop=1e-3)
+    slow = replace(costs, transfer=1e-3)
+    plan = plan_of(table)
+    assert step_time(plan, overheads, costs) == step_time(plan, Overheads(), slow)
+    assert merged(table, slow).transfer == 1e-3
+
+
 def test_a_program_is_chosen_by_the_costs():
     """Where stages are long, what a tick asks weighs nothing against code."""
     table = jp.schedules.build("zb_h1", devices=4, microbatches=16)
