@@ -171,6 +171,10 @@ def test_arguments_of_other_kinds_are_listed() -> None:
     for part in ("jaxpipe.Model", "schedules.build('1f1b'", "jax.make_mesh", "Sharding", "Memory"):
         assert part in str(caught.value)
     with pytest.raises(jp.PipelineError) as caught:
+        jp.Model("stage", loss="mean", has_metrics=1, time=2, frozen=3, carry=4)
+    for name in ("stages", "loss", "has_metrics", "time", "frozen", "carry"):
+        assert f"{name} must be" in str(caught.value)
+    with pytest.raises(jp.PipelineError) as caught:
         jp.Memory(remat="some", offload="all", accumulate="int8")
     for part in ("remat must be", "offload must be", "accumulate must be"):
         assert part in str(caught.value)
