@@ -67,7 +67,7 @@ def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> Slice:
     return tuple(reversed(choices)), needed
 
 
-def _needed_in_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
+def _needed_in_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[Split, list[bool]]:
     """Grow the set of needed carries until the body asks for no more; and which operands the first
     part reads.
     """
@@ -81,8 +81,6 @@ def _needed_in_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | 
         if grown == carry:
             break
         carry = grown
-    if all(carry) and all(ys) and all(c is True for c in choice):
-        return True, [True] * len(eqn.invars)
     # A carry's initial value is read by the part that owns the carry.
     reads = [*reads[:consts], *carry, *reads[head:]]
     # The first part also stacks the outputs that it computes in each trip anyway: the second part
@@ -145,9 +143,11 @@ def cut(
     late: Collection[core.Var] = (),
     hidden: Collection[core.Var] = (),
     prices: Mapping[core.Var, float] = MappingProxyType({}),
+    at: int | None = None,
 ) -> tuple[core.Jaxpr, core.Jaxpr]:
     """Cut a flat jaxpr (no constants) by `assignment`: `first(*inputs) -> (*first_outputs,
-    *crossing)` and `second(*inputs, *crossing) -> second_outputs`.
+    *crossing)` and `second(*inputs, *crossing) -> second_outputs`; with `at`, the crossing comes
+    after so many inputs.
 
     `outputs` marks what the first part returns, the rest the second does.  The crossing is the
     smallest from which equations that may be repeated give the rest (`cheapest`).  `early` marks
@@ -182,7 +182,9 @@ def cut(
     crossing = [v for v in stored if v in from_first]
     # Recomputing can leave equations in the first part that nothing needs any more.
     before = with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing])
-    after = with_equations(jaxpr, [*again, *second], [*jaxpr.invars, *crossing], second_outs)
+    at = len(jaxpr.invars) if at is None else at
+    inputs = [*jaxpr.invars[:at], *crossing, *jaxpr.invars[at:]]
+    after = with_equations(jaxpr, [*again, *second], inputs, second_outs)
     return drop_dead(before), drop_dead(after)
 
 

@@ -319,20 +319,17 @@ def hoist(
     are made inside scans, and gradients in the dtype of their accumulators, by equations from
     `start` on.
     """
-    known, at, count = code.known, code.num_inputs, len(joint.invars)
+    known, at = code.known, code.num_inputs
     head, totals = len(known), code.totals(range(results, len(joint.outvars)))
     jaxpr = with_wide_products(into_scans(joint), totals, start=start)
-    marks = [*known, *(False for _ in range(count - head))]
+    marks = [*known, *(False for _ in joint.invars[head:])]
     jaxpr = with_fp8_rows(jaxpr, marks)
-    first, second = cut(
-        jaxpr, known_from(jaxpr, marks)[0], outputs=[False] * len(jaxpr.outvars), repeat=is_view
-    )
+    outputs = [False] * len(jaxpr.outvars)
+    first, rest = cut(jaxpr, known_from(jaxpr, marks)[0], outputs=outputs, repeat=is_view, at=at)
     once = first.replace(invars=first.invars[:head])
     same = equal_outputs(once)
     distinct = [v for i, v in enumerate(once.outvars) if same[i] == i]
-    rest = keep_first(second, count, same)
-    invars = [*rest.invars[:at], *rest.invars[count:], *rest.invars[at:count]]
-    return drop_dead(once.replace(outvars=distinct)), rest.replace(invars=invars)
+    return drop_dead(once.replace(outvars=distinct)), keep_first(rest, at, same)
 
 
 def pieces(
@@ -357,12 +354,10 @@ def pieces(
     repeat = _repeated(form)
     rest = keep_fewer_residuals(rest, border, repeat=repeat)
     returned = [i < outputs for i in range(len(rest.outvars))]
-    forward, backward = cut(rest, border, outputs=returned, repeat=repeat)
+    # backward(consts, params, x, extra | once | residuals | dy)
+    forward, backward = cut(rest, border, outputs=returned, repeat=repeat, at=start)
     forward = forward.replace(invars=forward.invars[:start])
-    # (consts, params, x, extra | once | residuals | dy)
-    ins, end = backward.invars, start + dy
-    backward = backward.replace(invars=[*ins[:start], *ins[end:], *ins[start:end]])
-    residuals = range(start, len(ins) - dy)
+    residuals = range(start, len(backward.invars) - dy)
 
     # Input gradient | weight gradient, by what dx needs.
     dys = range(residuals.stop, len(backward.invars))
