@@ -1,9 +1,9 @@
 """Trace a function once, with its `jax.vjp`, into one jaxpr of forward and backward: a stage or
 `first`, which is cut into its pieces, and `last` with its gradients.
 
-A forward that appends rows to buffers is traced as if the buffers had the rows already.  Then
-equations that write the rows are put before every reader of the buffers.  A buffer is an input of
-all pieces of a stage, and never a residual.
+A forward that appends rows to buffers is traced as if the buffers had the rows already.  Then the
+equations that write the rows are put before the first reader of the buffer.  A buffer is an input
+of all pieces of a stage, and never a residual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from jax import lax
 from jax.extend import core
 
 from ..arrays import Leaves, PyTree, shapes_of
-from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
     Atom,
@@ -54,14 +53,18 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
     if not count:
         return code
     total, buffers = code.num_outputs, code.spans(INPUTS, len(code.known))[Place.BUFFER]
-    *rows, number = code.forward.outvars[total : total + count]
-    writes, filled = list[core.JaxprEqn](), dict[core.Var, Atom]()
-    for buffer, row in zip(code.forward.invars[buffers], rows, strict=True):
-        eqns, filled[buffer] = traced(_written, buffer, row, number)
-        writes += eqns
-    after = renamed(code.forward, filled)
-    outs = [*after.outvars[:total], *after.outvars[total + count :]]
-    forward = after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
+    forward = code.forward
+    *rows, number = forward.outvars[total : total + count]
+    for buffer, row in zip(forward.invars[buffers], rows, strict=True):
+        write, filled = traced(_written, buffer, row, number)
+        readers = (i for i, eqn in enumerate(forward.eqns) if buffer in variables(eqn.invars))
+        at = next(readers, len(forward.eqns))
+        late = {v for eqn in forward.eqns[at:] for v in eqn.outvars}
+        assert late.isdisjoint(variables([row, number])), "rows are made after their buffer is read"
+        after = renamed(forward, {buffer: filled})
+        forward = after.replace(eqns=[*after.eqns[:at], *write, *after.eqns[at:]])
+    outs = [*forward.outvars[:total], *forward.outvars[total + count :]]
+    forward = forward.replace(outvars=outs)
     evaluate = drop_dead(forward.replace(outvars=outs[:total]))
     return replace(code, forward=forward, evaluate=evaluate)
 
@@ -72,23 +75,6 @@ def _written(buffer: jax.Array, rows: jax.Array, number: jax.Array) -> jax.Array
     zero, start = jnp.int32(0), number * jnp.int32(rows.shape[axis])
     starts = [start if i == axis else zero for i in range(buffer.ndim)]
     return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
-
-
-def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
-    """Sort the equations so that each follows its inputs; the order is kept where inputs allow."""
-    left, ordered = list(eqns), list[core.JaxprEqn]()
-    missing = {v for eqn in eqns for v in eqn.outvars}
-    while left:
-        ready = (i for i, e in enumerate(left) if missing.isdisjoint(variables(e.invars)))
-        first = next(ready, None)
-        if first is None:
-            raise PipelineError(
-                "a stage appends rows that depend on their own buffer; append rows that do not "
-                "depend on the result of the same ctx.append"
-            )
-        ordered.append(left.pop(first))
-        missing.difference_update(ordered[-1].outvars)
-    return ordered
 
 
 def trace_stage(
