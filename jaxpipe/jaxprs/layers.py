@@ -100,13 +100,13 @@ class _Scans:
     """Evaluates a jaxpr whose inputs may be `Layers`.
 
     Attributes:
-        by_row: the arguments that a scan read row by row.
+        by_row: the arguments that a scan read row by row; None for other values.
         whole: those that something read whole.
     """
 
     limit: int
-    by_row: set[int] = field(default_factory=set)
-    whole: set[int] = field(default_factory=set)
+    by_row: set[int | None] = field(default_factory=set)
+    whole: set[int | None] = field(default_factory=set)
 
     def evaluate(self, closed: ClosedJaxpr, *arguments: _Stacked) -> Leaves:
         """The results of the jaxpr, whole."""
@@ -115,8 +115,7 @@ class _Scans:
     def _whole(self, value: _Stacked) -> jax.Array:
         if not isinstance(value, Layers):
             return value
-        if value.of is not None:
-            self.whole.add(value.of)
+        self.whole.add(value.of)
         return jnp.stack(value.rows)
 
     def _run(self, closed: ClosedJaxpr, *arguments: _Stacked) -> Leaves:
@@ -150,13 +149,9 @@ class _Scans:
             begin, end = params["start_indices"][0], params["limit_indices"][0]
             return [Layers(first.rows[begin : end : (params["strides"] or (1,))[0]], first.of)]
         if name == "squeeze" and params["dimensions"] == (0,):
-            self._used(first)
+            self.by_row.add(first.of)
             return [first.rows[0]]
         return None
-
-    def _used(self, value: Layers) -> None:
-        if value.of is not None:
-            self.by_row.add(value.of)
 
     def _scan(self, eqn: core.JaxprEqn, values: Leaves) -> Leaves | None:
         """The results of a scan, one trip after the other."""
@@ -165,20 +160,16 @@ class _Scans:
         scanned = values[head:]
         if length > self.limit or not any(map(_is_layers, scanned)):
             return None
-        for value in filter(_is_layers, scanned):
-            self._used(value)
+        self.by_row.update(value.of for value in filter(_is_layers, scanned))
         carry = list(map(self._whole, values[consts:head]))
-        stacks: list[list[jax.Array]] = [[] for _ in eqn.outvars[carries:]]
-        order = range(length)
-        for i in reversed(order) if eqn.params["reverse"] else order:
+        step = -1 if eqn.params["reverse"] else 1
+        made: list[Leaves] = []
+        for i in range(length)[::step]:
             rows = [
                 x.rows[i] if isinstance(x, Layers) else lax.index_in_dim(x, i, 0, keepdims=False)
                 for x in scanned
             ]
             outs = self._run(eqn.params["jaxpr"], *values[:consts], *carry, *rows)
             carry = list(map(self._whole, outs[:carries]))
-            for stack, row in zip(stacks, outs[carries:], strict=True):
-                stack.append(self._whole(row))
-        if eqn.params["reverse"]:
-            stacks = [stack[::-1] for stack in stacks]
-        return [*carry, *(Layers(tuple(stack)) for stack in stacks)]
+            made.append(list(map(self._whole, outs[carries:])))
+        return [*carry, *map(Layers, zip(*made[::step], strict=True))]
