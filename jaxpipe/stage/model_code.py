@@ -22,7 +22,6 @@ from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
     AXIS_INDEX,
-    Atom,
     by_leaves,
     every_equation,
     nbytes,
@@ -66,18 +65,14 @@ def check_state_gradient(
     if not names:
         return
     jaxpr, moved = _tangents(call, inputs, trained)
-    results, after = jaxpr.outvars[: -len(names)], jaxpr.outvars[-len(names) :]
-
-    def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
-        """The state that these outputs depend on, and whether they depend on parameters or x."""
-        read = reads(drop_dead(jaxpr.replace(outvars=list(outputs))))[-moved:]
-        return list(read[-len(names) :]), any(read[: -len(names)])
-
-    read, _ = needed_by(results)
+    count = len(names)
+    # Whether each result depends on parameters and x, and on the state, which comes last.
+    depends = [reads(drop_dead(jaxpr.replace(outvars=[v])))[-moved:] for v in jaxpr.outvars]
+    results, after = depends[:-count], depends[-count:]
+    read = {i for row in results for i in range(count) if row[i - count]}
     for _ in after:
-        before, _ = needed_by([v for v, r in zip(after, read, strict=True) if r])
-        read = [a or b for a, b in zip(read, before, strict=True)]
-    lost = [n for n, v, r in zip(names, after, read, strict=True) if r and needed_by([v])[1]]
+        read |= {i for own in read for i in range(count) if after[own][i - count]}
+    lost = [names[i] for i in sorted(read) if any(after[i][:-count])]
     if lost:
         raise PipelineError(
             f"`{name}` would lose a gradient: it makes {', '.join(lost)} of its parameters or of "
