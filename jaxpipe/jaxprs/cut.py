@@ -31,7 +31,7 @@ from .equations import (
     variables,
     with_equations,
 )
-from .min_cut import cheapest, is_arithmetic
+from .min_cut import cheapest
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def cut(
     assignment: Assignment,
     *,
     outputs: Sequence[bool],
-    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+    repeat: Callable[[core.JaxprEqn], bool],
     early: Callable[[core.JaxprEqn], bool] = lambda eqn: False,
     late: Collection[core.Var] = (),
     hidden: Collection[core.Var] = (),

@@ -91,7 +91,7 @@ def cheapest(
     eqns: Sequence[core.JaxprEqn],
     at_hand: Callable[[core.Var], bool],
     *,
-    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+    repeat: Callable[[core.JaxprEqn], bool],
     prices: Mapping[core.Var, float] = MappingProxyType({}),
 ) -> tuple[list[core.Var], list[core.JaxprEqn]]:
     """The values to keep, and the equations that compute the needed values, in order, from these

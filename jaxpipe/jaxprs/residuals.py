@@ -22,7 +22,7 @@ from .equations import (
     stacked_aval,
     variables,
 )
-from .min_cut import cheapest, is_arithmetic, numbers_of
+from .min_cut import cheapest, numbers_of
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -50,7 +50,7 @@ def keep_fewer_residuals(
     jaxpr: core.Jaxpr,
     forward: Sequence[bool],
     *,
-    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+    repeat: Callable[[core.JaxprEqn], bool],
 ) -> core.Jaxpr:
     """Rewrite each scan of the forward whose stacked outputs feed scans of the backward: these make
     again what equations give that `repeat` takes.
