@@ -1,7 +1,7 @@
 """The one event loop: a task starts when its device is free and its input has arrived.
 
 Whatever has a time is its tasks: the actions of a table, the ticks of a program, the columns of a
-grid, the operations of a bound.  They differ in what a task is, and in which task comes next.
+grid.  They differ in what a task is, and in which task comes next.
 """
 
 from __future__ import annotations
