@@ -121,10 +121,6 @@ def differentiable_loss(
     return run
 
 
-def without_gradient(run: RunStep, call: str) -> RunStep:
-    """The run of a call, which raises PipelineError where JAX differentiates it."""
-
-    def constant(given: StepArguments) -> StepResults:
-        return run(_constant(given, _NO_GRADIENT.format(call)))
-
-    return constant
+def without_gradient(given: StepArguments, call: str) -> StepArguments:
+    """The arguments of a call; PipelineError where JAX differentiates by some of them."""
+    return _constant(given, _NO_GRADIENT.format(call))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from .arrays import LossScale, Params, PyTree, Rng
+from .derivatives import without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError, typed
 from .jaxprs.loops import with_counted_loops
@@ -272,7 +273,7 @@ class Pipeline:
         without it, metrics are not scaled.  It may be traced, and a new value needs no new program.
         """
         with self._arguments(params, batch, rng, state, scale) as arguments:
-            results, grads = self._calls.step(arguments)
+            results, grads = self._calls.step(without_gradient(arguments, Call.STEP.value))
         return self._answer(results, with_state=True), grads
 
     def loss(
@@ -363,7 +364,7 @@ class Pipeline:
                 raise PipelineError("a cache does not combine with state=; leave it out")
             batch, state = self._steps.positioned(cache, batch, position), cache.stages
         with self._arguments(params, batch, rng, state) as arguments:
-            results, _ = self._calls.outputs(arguments)
+            results, _ = self._calls.outputs(without_gradient(arguments, Call.OUTPUTS.value))
         outputs = results["outputs"]
         if cache is not None:
             outputs = hide_beyond(outputs, batch, self.model.time)
@@ -485,7 +486,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """The results of `evaluate`."""
         with self._arguments(params, batch, rng, state) as arguments:
-            results, _ = self._calls.evaluate(arguments)
+            results, _ = self._calls.evaluate(without_gradient(arguments, Call.EVALUATE.value))
         return results
 
     def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .arrays import ByPart, Params, PyTree, StepResults, described
-from .derivatives import RunStep, differentiable_loss, without_gradient
+from .derivatives import RunStep, differentiable_loss
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
@@ -374,18 +374,15 @@ class Compiled:
             run.__name__ = call.value  # type: ignore[attr-defined]  # in profiles
             return _compiled(run, options) if steps.executor.compiles else run
 
-        step, evaluate, outputs = of(Call.STEP), of(Call.EVALUATE), of(Call.OUTPUTS)
+        self.step, self.evaluate, self.outputs = map(of, (Call.STEP, Call.EVALUATE, Call.OUTPUTS))
         # What stages hand from microbatch to microbatch is known after a step alone.
-        value = step if steps.functions.has_state else of(Call.LOSS)
+        value = self.step if steps.functions.has_state else of(Call.LOSS)
 
         def replaced(params: Params) -> ByPart:
             plans = steps.partition.plans(params)
             return dict(jax.tree.map(lambda plan: plan.replaced is not None, plans))
 
-        self.loss = differentiable_loss(value, step, replaced)
-        self.step = without_gradient(step, Call.STEP.value)
-        self.evaluate = without_gradient(evaluate, Call.EVALUATE.value)
-        self.outputs = without_gradient(outputs, Call.OUTPUTS.value)
+        self.loss = differentiable_loss(value, self.step, replaced)
 
 
 # Those that somebody holds, by key: see `key_of`.
