@@ -22,7 +22,7 @@ from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, share_of
 from .model.layers import with_outer
-from .model.settings import on_own_mesh, outside_contexts
+from .model.settings import outside_contexts
 from .pipeline import Pipeline
 from .spmd.xla import mapped
 from .stage.code import ParamUse
@@ -199,9 +199,8 @@ class _NonfiniteSearch:
             own = self.pipe.layout.of_stage(call.stage, own)
             # Unlike stages are compiled one by one, alike ones once.
             code = call if self.pipe.layout.unlike else call._replace(stage=0)
-        params = jax.tree.map(partial(on_own_mesh, self.pipe.mesh), (own, self.params["shared"]))
-        numbers = jnp.int32(call.stage), jnp.int32(microbatch)
-        operands = _Operands(params, x, self.batch, self.rng, *numbers)
+        params, numbers = (own, self.params["shared"]), (call.stage, microbatch)
+        operands = _Operands(params, x, self.batch, self.rng, *map(jnp.int32, numbers))
         return self._compiled(body, code, operands)
 
     def _on_devices(self, body: _Body, call: _FunctionCall, operands: _Operands) -> Any:

@@ -102,6 +102,8 @@ def test_what_has_no_gradient_says_so() -> None:
             jax.grad(function)(params, rows)
     with raises("Pipeline.value_and_grad cannot be differentiated"):
         jax.grad(lambda p: pipe.value_and_grad(p, rows)[0])(params)
+    with raises("Pipeline.evaluate cannot be differentiated"):
+        jax.jvp(lambda p: pipe.evaluate(p, rows), (params,), (params,))
     with raises("depend on what is differentiated", "batch/x"):
         jax.grad(lambda scale: pipe.loss(params, {**rows, "x": rows["x"] * scale}))(1.0)
     # A number beside the loss is fine where it is said to be one.
