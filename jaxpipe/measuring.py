@@ -30,8 +30,8 @@ from .inspect.step_memory import (
     entry_bytes,
     facts,
     held_bytes,
+    held_leaves,
     hoisted_bytes,
-    own_bytes,
     step_sizes,
 )
 from .inspect.timing import call_of, exchange, timed
@@ -131,11 +131,13 @@ class Measured:
             number = step.code.kind_of[stage]
             code, specs = step.code.kinds[number], step.entries[number].parameters
             entry = entry_bytes(step, number)
-            stored = placed["stages"][stage], plans["stages"][stage]
+            leaves = held_leaves(step.setup, placed["stages"][stage], plans["stages"][stage])
+            fsdp = step.setup.partition.sharding.fsdp
             found[letter] = replace(
                 self.stage_times(number),
-                **held_bytes(step.setup, *stored),
-                local=own_bytes(step.setup, *stored),
+                **held_bytes(leaves),
+                # split over the fsdp axis and never gathered
+                local=sum(leaf.size for leaf in leaves if fsdp in dict(leaf.plan.held)),
                 residuals=kept(entry),
                 boundary=boundary_bytes(step, number),
                 stash=entry["stash"],
@@ -155,7 +157,7 @@ class Measured:
             )
             found[end] = replace(
                 self.end_times(end, Ends.ALL),
-                **held_bytes(step.setup, held, own),
+                **held_bytes(held_leaves(step.setup, held, own)),
                 batch=rows if is_last else 0,
                 hoisted=every - rows if is_last else 0,
                 workspace=max(self.temp.get(block, 0) for block in (name, f"{name} gradient")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,12 +18,7 @@ from ..jaxprs.slots import InSlots, run_in_slots
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.pools import StageEntries
 from ..spmd.traced import TracedStep
-from ..spmd.xla import (
-    SplitLeaves,
-    compiled_alone,
-    hoisted_specs,
-    outer_specs,
-)
+from ..spmd.xla import SplitLeaves, compiled_alone, hoisted_specs, outer_specs
 from ..stage.code import INPUTS, RESIDUALS, RESULTS, StageCode, inexact, signature
 from ..storage.plan import leaf_plans, trained
 from ..table.effects import TOGETHER, Place
@@ -56,11 +51,6 @@ class Region:
     inputs: tuple[SizedValue, ...]
     outputs: tuple[SizedValue, ...]
 
-    @property
-    def gradients(self) -> list[int]:
-        """The outputs that are added to accumulators."""
-        return [i for i, v in enumerate(self.outputs) if v.place is Place.STAGE_GRADIENTS]
-
     @cached_property
     def changes(self) -> list[int]:
         """The outputs that are in slots or accumulators."""
@@ -73,9 +63,10 @@ class Region:
         after = {self.outputs[i]: i for i in self.changes}
         return {i: after[v] for i, v in enumerate(self.inputs) if v in after}
 
-    def dropping(self, outputs: Sequence[int]) -> Region:
-        """The block without some of its results."""
-        left = [i for i in range(len(self.outputs)) if i not in outputs]
+    @property
+    def without_gradients(self) -> Region:
+        """The block without the results that are added to accumulators."""
+        left = [i for i, v in enumerate(self.outputs) if v.place is not Place.STAGE_GRADIENTS]
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
         return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
 

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress, count, product, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import Avals, Leaf, Params, PyTree, accumulator_dtype
+from ..arrays import Avals, Params, PyTree, accumulator_dtype
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
@@ -30,7 +30,7 @@ from ..spmd.xla import compiled_alone, hoisted_from, outer_specs
 from ..stage.code import RESIDUALS, StageCode, run
 from ..stage.codes import ModelCode
 from ..stage.setup import Setup
-from ..storage.plan import PART, LeafPlan, leaf_plans, trained
+from ..storage.plan import PART, LeafPlan, leaf_plans
 from ..storage.table import Home, Places, stacks_of_layers
 from ..table.effects import Place
 from ..table.kinds import Kind
@@ -107,9 +107,9 @@ def step_sizes(step: TracedStep, params: Params, batch: PyTree, state: PyTree) -
     work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))
     apart, late = _made_late(step, params)
     summed, ends = _summed(step, params, work)
-    stages = held_bytes(setup, params["stages"], setup.plans["stages"])
+    stages = held_bytes(held_leaves(setup, params["stages"], setup.plans["stages"]))
     return Sizes(
-        **held_bytes(setup, params, setup.plans),
+        **held_bytes(held_leaves(setup, params, setup.plans)),
         batch=_batch_bytes(setup, batch),
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
@@ -143,43 +143,41 @@ def _made_late(step: TracedStep, params: Params) -> tuple[int, int]:
     """Bytes of the gradients of stacks of which each layer has an accumulator of its own, and of
     all that are made after the ticks: those, and what is reduced to parts.
     """
-    setup, apart, late = step.setup, 0, 0
-    trees = [(params[key], setup.plans[key], set[int]()) for key in OUTER]
-    places = defaultdict[int, list[Home]](list)
+    setup, places = step.setup, defaultdict[int, list[Home]](list)
     for v, _, own in _in_chunks(step, params["stages"]):
         places[v] += own
-    trees += [
-        (chunk, setup.plans["stages"][v], {*stacks_of_layers(places[v])})
-        for v, chunk in enumerate(params["stages"])
-    ]
-    for tree, plans, stacks in trees:
-        for number, (leaf, plan) in enumerate(_planned(tree, plans)):
-            size = 0 if plan.frozen else gradient_bytes(setup, leaf)
-            in_layers = number in stacks and not plan.gathers
-            apart += size * in_layers
-            late += size * (in_layers or bool(plan.gathers))
-    return apart, late
+    every, apart = held_leaves(setup, params, setup.plans), 0
+    for v, chunk in enumerate(params["stages"]):
+        leaves = held_leaves(setup, chunk, setup.plans["stages"][v])
+        stacks = (leaves[number] for number in stacks_of_layers(places[v]))
+        apart += sum(leaf.gradient for leaf in stacks if not leaf.plan.gathers)
+    return apart, apart + sum(leaf.gradient for leaf in every if leaf.plan.gathers)
 
 
-def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Leaf, LeafPlan]]:
-    """Each leaf of parameters with its plan."""
-    return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
+class HeldLeaf(NamedTuple):
+    """A parameter on one device: its plan, and bytes."""
+
+    plan: LeafPlan
+    size: int
+    gradient: int  # of its accumulator
 
 
-def held_bytes(setup: Setup, params: PyTree, plans: PyTree) -> dict[str, Any]:
+def held_leaves(setup: Setup, params: PyTree, plans: PyTree) -> list[HeldLeaf]:
+    """The parameters of placed shapes."""
+    found = []
+    for leaf, plan in zip(jax.tree.leaves(params), leaf_plans(plans), strict=True):
+        size, own = local_bytes(leaf), leaf.dtype.itemsize
+        wide = accumulator_dtype(leaf.dtype, setup.accumulate).itemsize
+        found.append(HeldLeaf(plan, size, 0 if plan.frozen else size // own * wide))
+    return found
+
+
+def held_bytes(leaves: Sequence[HeldLeaf]) -> dict[str, Any]:
     """Bytes of parameters and of their gradients on one device."""
-    leaves, has = jax.tree.leaves(params), trained(jax.tree.leaves(params), leaf_plans(plans))
     return {
-        "parameters": sum(map(local_bytes, leaves)),
-        "gradients": sum(gradient_bytes(setup, leaf) for leaf in has),
+        "parameters": sum(leaf.size for leaf in leaves),
+        "gradients": sum(leaf.gradient for leaf in leaves),
     }
-
-
-def own_bytes(setup: Setup, params: PyTree, plans: PyTree) -> int:
-    """Bytes of one device's parameters that are split over the fsdp axis and never gathered."""
-    fsdp = setup.partition.sharding.fsdp
-    each = _planned(params, plans)
-    return sum(local_bytes(leaf) for leaf, plan in each if fsdp in dict(plan.held))
 
 
 def _sent_bytes(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
@@ -228,12 +226,6 @@ def local_bytes(leaf: Any) -> int:
     return tiled_bytes(own, leaf.dtype.itemsize, tile)
 
 
-def gradient_bytes(setup: Setup, leaf: Leaf) -> int:
-    """Bytes of one device's part of its accumulator."""
-    wide = accumulator_dtype(leaf.dtype, setup.accumulate).itemsize
-    return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
-
-
 def _summed(
     step: TracedStep, params: Params, work: Mapping[str, int]
 ) -> tuple[int, tuple[int, ...]]:
@@ -253,12 +245,12 @@ def _summed(
     if any(size for key, size in sizes.items() if key != "stages"):
         # "first gradient" and "last", without the gradients of their parameters
         ends = tuple(
-            min(temp(step, block.dropping(block.gradients)), most)
+            min(temp(step, block.without_gradients), most)
             + sizes[block.name.removesuffix(" gradient")]
             + sizes["shared"]
             - most
             for block in outer_blocks(step)
-            if block.gradients
+            if block.changes
         )
     return sum(sizes.values()), ends
 
@@ -270,11 +262,11 @@ def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.i
     setup = step.setup
     axes = setup.data_axes if key == "stages" else (setup.axis, *setup.data_axes)
     return sum(
-        gradient_bytes(setup, leaf)
-        for leaf, plan in _planned(tree, setup.plans[key])
-        if not (plan.frozen or plan.gathers)
-        and gradient_bytes(setup, leaf) <= most
-        and math.prod(setup.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
+        leaf.gradient
+        for leaf in held_leaves(setup, tree, setup.plans[key])
+        if not leaf.plan.gathers
+        and leaf.gradient <= most
+        and math.prod(setup.mesh.shape[name] for name in leaf.plan.whole_axes(axes)) > 1
     )
 
 
@@ -291,12 +283,11 @@ def _gathered(step: TracedStep, params: Params) -> int:
         trees.append((stages[held], setup.plans["stages"][held], is_copy, read[chunk]))
     found = 0
     for tree, plans, is_copy, numbers in trees:
-        for number, (leaf, plan) in enumerate(_planned(tree, plans)):
-            if plan.gathers or is_copy:
-                share = math.prod(setup.mesh.shape[name] for name, _ in plan.gathers)
-                own = 0 if plan.frozen else gradient_bytes(setup, leaf)
+        for number, leaf in enumerate(held_leaves(setup, tree, plans)):
+            if leaf.plan.gathers or is_copy:
+                share = math.prod(setup.mesh.shape[name] for name, _ in leaf.plan.gathers)
                 # XLA gathers what is only cast, after the cast.
-                found += share * (local_bytes(leaf) * (number in numbers) + own)
+                found += share * (leaf.size * (number in numbers) + leaf.gradient)
     return found
 
 
