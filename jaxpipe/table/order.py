@@ -4,7 +4,8 @@ which devices wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
@@ -82,75 +83,64 @@ class RunOrder:
 def run_order(
     table: Encoded, transfers: Transfers, *, broken: Callable[[Cycle], Wait] = itemgetter(0)
 ) -> RunOrder:
-    """The run order of a table under one kind of transfer: what comes together is in turn.
+    """Run the rows under one kind of transfer: each action after the one that it needs, and those
+    that come together once all their devices have reached them.
 
-    Each action runs after the one that it needs, and at the same time as those that run together
-    with it, once all devices have reached them.  Where no device can go on, the waits of one that
-    has stopped lead to a cycle, which goes on without the wait that `broken` chooses: so later
-    cycles are found too.
+    Where no device can go on, the waits of one of them lead to a cycle, which goes on without the
+    wait that `broken` chooses: so later cycles are found too.
     """
-    waits = waiting(table, transfers)
-    total, owner, together = table.num_actions, table.device.tolist(), waits.together
-    need: list[int] = np.where(waits.need >= 0, waits.need, total).tolist()
+    needed, together = waiting(table, transfers)
+    need: list[int] = needed.tolist()
+    owner: list[int] = table.device.tolist()
     head, stop = list(table.first[:-1]), table.first[1:]
-    done, stopped = bytearray(total) + b"\1", [False] * len(head)
-    stops: list[int] = []  # devices in the order in which they stopped
-    parked: dict[int, list[int]] = {}  # by action, the devices that wait for it
+    done = bytearray(table.num_actions)
+    parked = defaultdict[int, set[int]](set)  # by action, the devices that wait for it
     present: dict[int, int] = {}  # by the first of those together, how many are there in turn
+    stops: list[int] = []  # devices, each time that they have to wait
     order: list[int] = []
-    cycles: list[tuple[Wait, ...]] = []
+    cycles: list[Cycle] = []
 
     def blocker(number: int) -> int:
-        """What the next action of a device waits for: of those together, the first missing one."""
-        if not done[need[number]]:
+        """What the next action of a device waits for: of those together, the first missing one; -1
+        for nothing.
+        """
+        if need[number] >= 0 and not done[need[number]]:
             return need[number]
-        members = together.get(number)
-        if members is None:
-            return total
+        members = together.get(number, ())
+        if not members:
+            return -1
         place = present.get(members[0], 0)
         while place < len(members) and head[owner[members[place]]] == members[place]:
             place += 1
         present[members[0]] = place
-        return members[place] if place < len(members) else total
+        return members[place] if place < len(members) else -1
 
-    def advance(devices: Iterable[int]) -> None:
-        """Run devices, and those that wait for them, until none can go on."""
-        runnable = list(devices)
+    runnable = [*range(table.num_devices)]
+    while True:
         while runnable:
             device = runnable.pop()
-            stopped[device] = False
             while (i := head[device]) < stop[device]:
-                on = need[i]
-                if not done[on] or (i in together and (on := blocker(i)) < total):
-                    parked.setdefault(on, []).append(device)
-                    stopped[device] = True
+                if (on := blocker(i)) >= 0:
+                    parked[on].add(device)
                     stops.append(device)
                     break
                 for k in together.get(i, (i,)):
-                    done[k] = 1
+                    done[k] = True
                     order.append(k)
                     head[owner[k]] = k + 1
-                    others = parked.pop(k, ())
-                    for other in others if k == i else (owner[k], *others):
-                        if stopped[other]:
-                            stopped[other] = False
-                            runnable.append(other)
-
-    advance(range(table.num_devices))
-    while stops:
-        # Near the last one, since that is where the table has just gone on.
-        if not stopped[device := stops.pop()]:
-            continue
-        stops.append(device)
-        cycle = _cycle_from(device, head, blocker, owner)
-        cycles.append(cycle)
-        at = broken(cycle).at
-        need[at] = total
+                    runnable += parked.pop(k, ())
+        while stops and head[stops[-1]] == stop[stops[-1]]:
+            stops.pop()
+        if not stops:
+            return RunOrder(tuple(order), tuple(sorted(cycles)))
+        # Near the device that stopped last, since that is where the table has just gone on.
+        cycles.append(_cycle_from(stops[-1], head, blocker, owner))
+        at = broken(cycles[-1]).at
+        need[at] = -1
         members = together.get(at, (at,))
+        runnable = [owner[k] for k in members if head[owner[k]] == k]
         for k in members:  # each device does its own alone
             together.pop(k, None)
-        advance(owner[k] for k in members if head[owner[k]] == k)
-    return RunOrder(tuple(order), tuple(sorted(cycles)))
 
 
 def _cycle_from(

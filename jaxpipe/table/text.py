@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..errors import (
@@ -278,25 +279,32 @@ def plain_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
     except TypeError as error:
         why = "are not the rows of a table; give each device a list of its actions"
         raise ScheduleError(f"{quoted(rows)} {why}") from error
+    odd = {device: row for device, row in enumerate(table) if not _is_plain(row)}
     bad = tuple(
         Violation("cell", f"{quoted(cell)} {why}", device, position)
-        for device, row in enumerate(table)
+        for device, row in odd.items()
         for position, cell in enumerate(row)
-        if not _is_plain(cell) and (why := _fault(cell))
+        if (why := _fault(cell))
     )
     ScheduleError.refuse("the table holds things that are not actions", bad)
     return tuple(
-        tuple(cell if _is_plain(cell) else _plain_cell(cell) for cell in row) for row in table
+        tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(table)
     )
 
 
-def _is_plain(cell: Cell) -> bool:
-    """Whether it is an action with Python's own numbers, as almost all cells of a table are."""
-    if type(cell) is not Action:
+def _is_plain(row: Row) -> bool:
+    """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
+    if (types := set(map(type, row))) - _CELL_TYPES:
         return False
-    stage, kind, microbatch = cell
-    types = type(stage), type(kind), type(microbatch)
-    return types == (int, Kind, int) and max(abs(stage), abs(microbatch)) < _LARGEST
+    only = types == {Action}
+    actions: Sequence[Any] = row if only else [*chain.from_iterable(map(parts, row))]
+    if set(map(type, actions)) - {Action}:
+        return False
+    flat = [*chain.from_iterable(actions), *Action(0, Kind.F, 0)]
+    kinds, numbers = flat[1::3], [*flat[::3], *flat[2::3]]
+    if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
+        return False
+    return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)
 
 
 def _plain_cell(cell: Cell) -> Cell:
