@@ -119,7 +119,7 @@ def room_faults(stages: tuple[PyTree, ...], what: str, place: str) -> list[str]:
         arrays = arrays_of(chunk).items()
         own = [(name, (leaf.shape, leaf.dtype)) for name, leaf in arrays]
         for form in chunk.layout.forms if isinstance(chunk, Packed) else ():
-            stage = form.tree, *((row.path, row.entry.shape) for row in form.rows)
+            stage = form.tree, *((row.path, row.entry.shape, row.kept) for row in form.rows)
             own.append((stage, form.rows))
         if any(known.setdefault(key, value) != value for key, value in own):
             return [

@@ -225,6 +225,19 @@ def test_stages_that_a_chunk_has_unlike(functions: Any) -> None:
     same_as_plain(*stages_of(*functions))
 
 
+def test_a_stage_with_a_frozen_parameter_is_unlike_the_others() -> None:
+    model, params = stages_of(stage, stage, stage, stage)
+    path = f"stages/1/{min(by_path(params['stages'][1]))}"
+    partly = jp.Model([stage] * 4, first=first, last=last, frozen=path)
+    pipe = jp.Pipeline(partly, PLAIN, mesh(), sharding=ROOM)
+    loss, grads = pipe.value_and_grad(pipe.place(params), batch(M))
+    wanted_loss, wanted = jax.value_and_grad(model.loss)(params, batch(M))
+    found, right = by_path(pipe.canonical(grads)), by_path(wanted)
+    assert right.keys() - found.keys() == {path}
+    assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
+    assert worst_error(found, {name: right[name] for name in found}) <= FLOAT64
+
+
 def test_parameters_that_chunks_store_otherwise_are_refused() -> None:
     model, params = stages_of(stage, square, square, square)
     once = jp.Pipeline(model, PLAIN, mesh(), sharding=SHARDED)
