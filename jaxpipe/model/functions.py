@@ -394,23 +394,22 @@ class Functions:
         return self.last.loss_of(out, advice), aux
 
 
-_WHY = {"x": "a stage's output is the next stage's input, so "}
-
-
 def check_forms(name: str, what: str, before: PyTree, after: PyTree) -> None:
     """PipelineError where a function returns x, its state or its carry as another tree, or with
     other shapes or dtypes, than it takes.
     """
     taken: PyTreeDef = jax.tree.structure(before)
     returned: PyTreeDef = jax.tree.structure(after)
-    why = _WHY.get(what, "")
+    why, cast = "", ""
+    if what == "x":
+        why, cast = "a stage's output is the next stage's input, so ", " (or cast in `first`)"
     if taken != returned:
         raise PipelineError(
             f"`{name}` takes {what} as {taken} but returns {returned}; {why}return the same tree"
         )
     faults = [
         f"`{name}` takes {path} as {a.dtype}{list(a.shape)} but returns {b.dtype}{list(b.shape)}; "
-        f"{why}return the same shape and dtype (or cast in `first`)"
+        f"{why}return the same shape and dtype{cast}"
         for (path, a), b in zip(by_index(before, what).items(), jax.tree.leaves(after), strict=True)
         if a.shape != b.shape or a.dtype != b.dtype
     ]
