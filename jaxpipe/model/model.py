@@ -27,7 +27,7 @@ from .settings import names_of, patterns_of
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
 
 _Stages: TypeAlias = Annotated[
-    UserFunction | Sequence[UserFunction] | Mapping[str, UserFunction],
+    UserFunction | Sequence[UserFunction] | Mapping[str, UserFunction | Spread],
     Fits(
         "a stage function, a list of them (one for each stage), or a dict with a function for each "
         "letter of layers=",
@@ -343,7 +343,7 @@ def _check_names(time: Sequence[str], whole: Sequence[str]) -> None:
 
 
 def _letters(
-    stages: Mapping[str, UserFunction], layers: str | Layout | None, first: object, last: object
+    stages: Mapping[str, object], layers: str | Layout | None, first: object, last: object
 ) -> str:
     """The letters of all layers in model order; PipelineError lists what does not fit the
     functions.

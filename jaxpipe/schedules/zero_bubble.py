@@ -8,10 +8,10 @@ same device.
 from __future__ import annotations
 
 from ..engine.costs import Costs
-from ..engine.simulate import shortest
+from ..engine.simulate import shortest, simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import fitted, wave
+from ._list_scheduling import fitted, least_peaks, list_schedule, wave
 from .loop import even_groups, in_chunks, in_groups, in_turns
 
 
@@ -108,32 +108,51 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     Any P and M, two chunks.  Where F, I and W cost the same, and for M >= 2 P - 1, each device is
     busy from its first action to its last, and the makespan is 2 M (F + I + W) + (P - 1) F in costs
     of a chunk.  Every device holds at most 2 P activations (of half a device's layers each), if
-    they are released at W.  For a smaller M the order is list-scheduled.  `costs` fit the order to
-    the times that actions really take, under the same memory.
+    they are released at W.  For a smaller M the order is list-scheduled, where that is shorter.
+    `costs` fit the order to the times that actions really take, under the same memory.
     """
     place = Placement.vee(devices=devices)
-    if costs is not None or microbatches < 2 * devices - 1:
-        figure = wave(place, out=1.5, back=1.5, pause=0, period=3)
-        return fitted(place, costs, microbatches, cap=2 * devices, figure=figure)
+    if costs is not None:
+        return fitted(place, costs, microbatches, cap=2 * devices)
     rows = [_zbv_row(devices - d, d, microbatches) for d in range(devices)]
-    return in_chunks(rows, place, microbatches)
+    figure = in_chunks(rows, place, microbatches)
+    return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
 
 
 def _zbv_row(left: int, device: int, microbatches: int) -> list[str]:
-    """Device d's row of the figure, with P - d devices left to the turn; in its second chunk a
-    microbatch comes back.
+    """Device d's row of the figure for M >= 2 P - 1, with P - d devices left to the turn; in its
+    second chunk a microbatch comes back.
     """
+    padded = max(microbatches, 2 * (left + device) - 1)
     return [
         *["F0"] * (2 * left - 1),
         *["F1", "F0"] * device,
         *["F1", "I1", "W1"] * left,
         # Steady state; in the end no forward of the first chunk is left.
-        *["F0", "I0", "W0", "F1", "I1", "W1"] * (microbatches - left - device),
+        *["F0", "I0", "W0", "F1", "I1", "W1"] * (padded - left - device),
         *["I0", "I1"] * device,
         *["I0", "W0"] * left,
         *["W1"] * device,
         *["W0"] * device,
     ]
+
+
+def _shorter(figure: Schedule) -> Schedule:
+    """A list-scheduled wave with the memory of a short job's figure, if it is never longer than the
+    figure.
+    """
+    order = wave(figure.placement, out=1.5, back=1.5, pause=0, period=3)(figure.num_microbatches)
+    caps = simulate(figure).peak_activations
+    if any(least > cap for least, cap in zip(least_peaks(order), caps, strict=True)):
+        return figure
+    scheduled = figure.with_rows(list_schedule(order, Costs(), caps).schedule.rows)
+    # Its gain at equal costs must not come with a loss where one kind of action takes longer.
+    times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))
+    panel = [Costs(forward=f, input_grad=i, weight_grad=w) for f, i, w in times]
+    longer = any(
+        simulate(scheduled, costs).makespan > simulate(figure, costs).makespan for costs in panel
+    )
+    return figure if longer else scheduled
 
 
 def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:

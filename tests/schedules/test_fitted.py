@@ -118,7 +118,7 @@ def test_list_scheduling_alone_would_lose():
             > jp.simulate(plain, costs_of(*times)).makespan
         ):
             worse.append(name)
-    assert "interleaved_zb" in worse
+    assert {"zbv", "interleaved_zb"} <= set(worse)
     assert "auto" not in worse  # it begins with the better of both itself
 
 
