@@ -131,10 +131,8 @@ class Pipeline:
         spread = [key for key in ("first", "last") if functions.spreads(key)]
         schedule = with_shares(schedule, costs, spread)
         self.schedule = with_rooms(schedule, sharding.max_active) if splits else schedule
-        cuts = Cuts(schedule.num_devices, functions.cuts)
-        self.partition = Partition(
-            self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced
-        )
+        cuts, rules = Cuts(schedule.num_devices, functions.cuts), (model.frozen, model.replaced)
+        self.partition = Partition(self.mesh, sharding, self.layout, cuts, *rules)
         self._placer = Placer(self.partition)
         executor = SpmdExecutor() if executor is None else executor
         parts = self.schedule, self.functions, self.partition
