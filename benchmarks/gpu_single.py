@@ -265,7 +265,7 @@ def lowered(
     params = pipe.place(init(jax.random.key(0)))
     # No option does this, and none should: it only makes the program ask what it knows.
     how = {Form.WHOLE: run_where, Form.PREDICATED: _predicated, Form.IN_PARTS: _with_break}
-    with mock.patch("jaxpipe.spmd.segment.run_where", how[form]):
+    with mock.patch("jaxpipe.spmd.gathers.run_where", how[form]):
         step = pipe.lower(params, batch)
     return step, params, _count_predicates(pipe._steps.plan, form)
 
