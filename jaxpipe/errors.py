@@ -338,8 +338,8 @@ def _read_container(value: object, origin: type, inner: tuple[object, ...]) -> o
         read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]
         return _MISFIT if any(_MISFIT is each for pair in read for each in pair) else dict(read)
     is_uniform = len(inner) == 1 or inner[1:] == (...,)
-    is_free = get_origin(inner[0]) is not Annotated and int in (inner[0], *get_args(inner[0]))
-    if is_uniform and is_free and {*map(type, value)} == {int}:
+    one_of = get_args(inner[0]) if get_origin(inner[0]) in (Union, UnionType) else inner[:1]
+    if is_uniform and int in one_of and {*map(type, value)} == {int}:
         return tuple(value)  # as they are: a placement has tens of thousands
     hints = inner[:1] * len(value) if is_uniform else inner
     if len(hints) != len(value):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from .errors import MAX_PAIRS, Count, ScheduleError, quoted, typed
+from .errors import MAX_PAIRS, Count, Fits, ScheduleError, quoted, typed
 from .table.kinds import Action, Kind
 
 
@@ -102,7 +102,13 @@ def warmup_counts(
 
 @typed()
 def execution_order(
-    table: Sequence[tuple[int, int]], *, chunks: Count, warmup: int
+    table: Annotated[
+        Sequence[tuple[int, int]],
+        Fits("pairs of a microbatch and its chunk, as schedule_table returns them"),
+    ],
+    *,
+    chunks: Count,
+    warmup: int,
 ) -> tuple[int, ...]:
     """The order in which a device runs its chunks: +c is a forward of chunk c - 1, -c a backward of
     chunk c - 1.

@@ -111,6 +111,10 @@ def test_orders_make_a_whole_table(devices, chunks, microbatches):
             lambda: warmup_counts(4, devices=0, device=0, group_size=1),
             "devices must be a whole number of at least 1",
         ),
+        (
+            lambda: execution_order([3], chunks=1, warmup=1),
+            r"table must be pairs of a microbatch and its chunk.*, not \[3\]",
+        ),
         (lambda: execution_order(TABLE, chunks=1, warmup=0), r"names chunks \[1\]"),
         (lambda: execution_order(TABLE, chunks=2, warmup=11), "warmup must be 0 ... 10"),
         (lambda: order_to_actions((1, 0), devices=2, device=0), "0 is not a step"),
