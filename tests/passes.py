@@ -14,7 +14,7 @@ from jaxpipe.lowering.target import ASSUMED, GUESSED
 from jaxpipe.lowering.ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.program.segments import Payload, TickPart
 from jaxpipe.table.effects import LastUse, Liveness
-from jaxpipe.table.kinds import Action, Kind, Overlap, parts
+from jaxpipe.table.kinds import Action, Kind, parts
 
 MAKERS = {
     "fewest": assign_ticks,
@@ -67,26 +67,11 @@ def random_liveness(rng):
     )
 
 
-def cells(ticks):
-    """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows have
-    length T.
-    """
-    rows = [[None] * ticks.num_ticks for _ in ticks.schedule.rows]
-    for (device, _, action), tick in zip(ticks.schedule.actions(), ticks.when, strict=True):
-        other = rows[device][tick]
-        if other is None:
-            rows[device][tick] = action
-        else:  # a forward and a backward, whichever comes first in the row
-            assert isinstance(other, Action), "three actions in one tick"
-            rows[device][tick] = Overlap(*sorted((action, other), key=lambda a: a.kind))
-    return rows
-
-
 def places(ticks):
     """Action -> (device, tick), read off the cells."""
     return {
         a: (d, t)
-        for d, row in enumerate(cells(ticks))
+        for d, row in enumerate(ticks.cells)
         for t, cell in enumerate(row)
         for a in parts(cell)
     }

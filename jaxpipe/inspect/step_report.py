@@ -219,9 +219,8 @@ def memory(
                             and what arrives beside a block
         raveled             copies of what a pool that unlike stages share holds raveled
         work                of the block that needs most, its own arrays
-        summed              results of sums of gradients over CPU devices, but for what lies in
-                            their room before, and of small ones on TPUs; all other sums are
-                            in place
+        summed              results of sums of gradients over CPU devices, less the values whose
+                            room they take, and of small ones on TPUs; all other sums are in place
         reused              less than 0: room of results that are made after the ticks, which values
                             of the ticks have before, on GPUs
 

@@ -18,7 +18,7 @@ from ..program.segments import JOINT, Block, Payload
 from ..table.clock import EventLoop
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import RUNS_FORWARD, Action, Kind, Overlap, kinds_where
+from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
 from ..table.order import waiting
 from ..table.schedule import Schedule
 from ..table.text import drawn
@@ -120,6 +120,21 @@ class Ticks:
         return used + -used % self.period
 
     @cached_property
+    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows
+        have length T.
+        """
+        rows: list[list[Cell]] = [[None] * self.num_ticks for _ in self.schedule.rows]
+        for (device, _, action), tick in zip(self.schedule.actions(), self.when, strict=True):
+            other = rows[device][tick]
+            if other is None:
+                rows[device][tick] = action
+            else:  # a forward and a backward, whichever comes first in the row
+                assert isinstance(other, Action), "three actions in one tick"
+                rows[device][tick] = Overlap(*sorted((action, other), key=lambda a: a.kind))
+        return tuple(map(tuple, rows))
+
+    @cached_property
     def pairs(self) -> BoolArray:
         """`[tick, device]`: whether it runs a forward and a backward that may be one block."""
         return self.runs(RUNS_FORWARD) & self.runs(self.joint)
@@ -183,19 +198,8 @@ class Ticks:
         return equal_rows(np.concatenate(needs, axis=1))
 
     def __str__(self) -> str:
-        cells: list[dict[int, list[Action]]] = [{} for _ in self.schedule.rows]
-        for (device, _, action), tick in zip(
-            self.schedule.actions(), self.when.tolist(), strict=True
-        ):
-            cells[device].setdefault(tick, []).append(action)
-        texts = [
-            {
-                t: str(c[0] if len(c) == 1 else Overlap(*sorted(c, key=lambda a: a.kind)))
-                for t, c in row.items()
-            }
-            for row in cells
-        ]
-        return drawn(texts, ())
+        ticks = [{t: str(cell) for t, cell in enumerate(row) if cell} for row in self.cells]
+        return drawn(ticks, ())
 
 
 def assign_ticks(schedule: Schedule) -> Ticks:

@@ -15,7 +15,7 @@ from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import NO_OVERHEADS
 from jaxpipe.lowering.ticks import W_THEN_F, assign_ticks, followed, joined_ticks, modulo_ticks
 from jaxpipe.table.kinds import Kind, parts
-from tests.passes import KEEP_ORDER, cells, every_ticks, inputs, places
+from tests.passes import KEEP_ORDER, every_ticks, inputs, places
 from tests.strategies import schedules
 
 
@@ -23,7 +23,7 @@ from tests.strategies import schedules
 def test_every_action_is_in_one_tick_behind_what_it_needs(schedule):
     wanted = Counter(a for _, _, a in schedule.actions())
     for name, ticks in every_ticks(schedule):
-        assert Counter(a for row in cells(ticks) for cell in row for a in parts(cell)) == wanted
+        assert Counter(a for row in ticks.cells for cell in row for a in parts(cell)) == wanted
         where = places(ticks)
         for action, makers in inputs(schedule).items():
             for maker, _ in makers:
@@ -33,7 +33,7 @@ def test_every_action_is_in_one_tick_behind_what_it_needs(schedule):
 @given(schedules())
 def test_rows_keep_their_order(schedule):
     for name, ticks in every_ticks(schedule):
-        for row, placed in zip(schedule.rows, cells(ticks), strict=True):
+        for row, placed in zip(schedule.rows, ticks.cells, strict=True):
             before, after = ([a for cell in each for a in parts(cell)] for each in (row, placed))
             if name in KEEP_ORDER:
                 assert after == before
@@ -73,7 +73,7 @@ def test_turns_keep_kinds_apart():
     ticks = modulo_ticks(
         jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2)
     )
-    rows = cells(ticks)
+    rows = ticks.cells
     kinds = [{a.kind for row in rows for a in parts(row[t])} for t in range(ticks.num_ticks)]
     assert ticks.period == 2
     assert set().union(*kinds[::2]) == {Kind.F}
@@ -82,7 +82,7 @@ def test_turns_keep_kinds_apart():
 
 def test_shifted_turns_put_neighbours_in_opposite_turns():
     ticks = modulo_ticks(jp.schedules.build("1f1b", devices=4, microbatches=8), shift=1)
-    for device, row in enumerate(cells(ticks)):
+    for device, row in enumerate(ticks.cells):
         for tick, cell in enumerate(row):
             assert cell is None or cell.kind is (Kind.F, Kind.B)[(tick - device) % 2]
 
@@ -92,7 +92,7 @@ def test_a_weight_gradient_shares_the_tick_of_the_forward_after_it():
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=16)
     fewest, joined = assign_ticks(schedule), joined_ticks(schedule)
     shared = [
-        cell for row in cells(joined) for cell in row if cell is not None and len(parts(cell)) == 2
+        cell for row in joined.cells for cell in row if cell is not None and len(parts(cell)) == 2
     ]
     assert {part.kind for cell in shared for part in parts(cell)} == {Kind.F, Kind.W}
     assert len(shared) > 0.6 * schedule.num_devices * schedule.num_microbatches
